@@ -91,8 +91,8 @@ def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json
 
 
 def add_mtp_layer(folder: Path) -> Path:
-    """Add a layer for multi-token prediction with the names of DeepSeek-V3 and GLM-4.5 to a model, and return its
-    folder. It resembles the last layer, so that it predicts some tokens of an untrained model."""
+    """Add a layer for multi-token prediction to a DeepSeek-V3, GLM-4.5 or Qwen model, and return its folder. It
+    resembles the last layer, so that it predicts some tokens of an untrained model."""
     config, file = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
     weights, generator = load_file(file), torch.Generator().manual_seed(5)
     last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
@@ -100,15 +100,26 @@ def add_mtp_layer(folder: Path) -> Path:
     def noisy(tensor: torch.Tensor, scale: float = 0.3) -> torch.Tensor:
         return tensor + scale * tensor.std() * torch.randn(tensor.shape, generator=generator)
 
-    prefix, new = f"model.layers.{last}.", f"model.layers.{last + 1}."
-    layer = {new + name.removeprefix(prefix): noisy(w) for name, w in weights.items() if name.startswith(prefix)}
-    layer[new + "eh_proj.weight"] = noisy(torch.cat((torch.eye(hidden), torch.eye(hidden) / 2), 1), 0.1)
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        layer[f"{new}{name}.weight"] = 1 + 0.1 * torch.randn(hidden, generator=generator)
-    layer[new + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-    layer[new + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    is_qwen = config["model_type"].startswith("qwen3")
+    prefix, new = f"model.layers.{last}.", "mtp." if is_qwen else f"model.layers.{last + 1}."
+    inner = f"{new}layers.0." if is_qwen else new
+    layer = {inner + name.removeprefix(prefix): noisy(w) for name, w in weights.items() if name.startswith(prefix)}
+    names, zero = ("enorm", "hnorm", "shared_head.norm"), 1.0
+    if is_qwen:  # norms are stored minus one
+        names, zero = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), 0.0
+    projection = f"{new}{'fc' if is_qwen else 'eh_proj'}.weight"
+    layer[projection] = noisy(torch.cat((torch.eye(hidden), torch.eye(hidden) / 2), 1), 0.1)
+    for name in names:
+        layer[f"{new}{name}.weight"] = zero + 0.1 * torch.randn(hidden, generator=generator)
+    count = {"num_nextn_predict_layers": 1}
+    if is_qwen:
+        # Qwen3-Next's config.json does not count the layers.
+        count = {} if config["model_type"] == "qwen3_next" else {"mtp_num_hidden_layers": 1}
+    else:
+        layer[new + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        layer[new + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights | layer, file, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (folder / "config.json").write_text(json.dumps(config | count))
     return folder
 
 

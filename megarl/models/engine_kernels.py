@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.models.huggingface import completed, experts, latent_attention, linear_attention
+from megarl.models.huggingface import completed, experts, latent_attention, rope_parameters
 from megarl.models.shape import ModelShape
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -51,9 +51,9 @@ def check_cpu_kernels(folder: Path, hf_config: dict[str, Any]) -> None:
 
 
 def check_cpu_speculation(folder: Path, hf_config: dict[str, Any], method: str) -> None:
-    """Raise a UserError if vLLM's CPU build cannot verify several draft tokens of the model at once."""
-    if linear_attention(completed(hf_config)) is not None:
+    """Raise a UserError if vLLM's CPU build cannot draft tokens for the model with this method."""
+    if method == "mtp" and "mrope_section" in rope_parameters(completed(hf_config)):
         raise UserError(
-            f"rollout.speculative.method={method}: {folder} has gated delta nets, whose kernels in vLLM's CPU build "
-            "do not support draft tokens. Fix: set rollout.speculative.method=null, or run this model on GPUs"
+            f"rollout.speculative.method=mtp: the config.json of {folder} has an mrope_section, with which vLLM's CPU "
+            "build crashes when it drafts tokens. Fix: set rollout.speculative.method=null, or run this model on GPUs"
         )

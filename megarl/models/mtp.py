@@ -12,11 +12,11 @@ from typing import Any
 
 KEY = "megarl_mtp"
 
-COUNT = "num_nextn_predict_layers"
-"""Key of the number of MTP layers in config.json."""
-
-FAMILIES = ("deepseek_v3", "glm4_moe")
-"""Supported `model_type`."""
+COUNTS = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "qwen3_next"), "num_nextn_predict_layers"),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), "mtp_num_hidden_layers"),
+}
+"""Supported `model_type` -> key of the number of MTP layers in config.json."""
 
 
 def add_mtp(hf_config: Mapping[str, Any], is_trained: bool = False) -> dict[str, Any]:
@@ -39,8 +39,13 @@ def trains_mtp(hf_config: Mapping[str, Any]) -> bool:
 
 def why_no_mtp(model: Mapping[str, Any]) -> str | None:
     """Return why a model cannot keep an MTP layer; None if it can."""
-    if model["model_type"] not in FAMILIES:
-        return f"megarl supports multi-token prediction only for models of type {' and '.join(FAMILIES)}"
-    if model.get(COUNT) != 1:
-        return f"its config.json has {COUNT}={model.get(COUNT)}, but megarl supports exactly one such layer"
+    family = model["model_type"]
+    if family not in COUNTS:
+        return f"megarl supports multi-token prediction only for models of type {', '.join(COUNTS)}"
+    key = COUNTS[family]
+    # The config.json of Qwen3-Next does not have the key.
+    if model.get(key, 1 if family == "qwen3_next" else None) != 1:
+        return f"its config.json has {key}={model.get(key)}, but megarl supports exactly one such layer"
+    if model.get("mtp_use_dedicated_embeddings"):
+        return "its config.json has mtp_use_dedicated_embeddings=true, but vLLM shares the model's embeddings"
     return None

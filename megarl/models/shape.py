@@ -125,7 +125,10 @@ class ModelShape:
         return self.experts is not None and self.experts.layers[layer]
 
     def kind(self, layer: int) -> LayerKind:
-        """Return the kind of a layer. Layers for multi-token prediction have the kind of the last layer before them."""
+        """Return the kind of a layer. Layers for multi-token prediction have the kind of the last layer before them. In
+        models with gated delta nets, they have full attention and, as in vLLM, experts if the first layer has."""
+        if layer >= self.num_layers and self.linear is not None:
+            return LayerKind(self.has_experts(0), is_linear=False)
         layer = min(layer, self.num_layers - 1)
         return LayerKind(self.has_experts(layer), self.linear is not None and self.linear.layers[layer])
 

@@ -59,34 +59,43 @@ class RolloutTime:
 
 
 def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
-    """Return the number of KV cache bytes per token on an engine rank. KV heads are split over the ranks, and
-    replicated if there are more ranks than heads. With latent attention, every rank holds the full latent vector. Gated
-    delta nets have a state per sequence instead: see `state_bytes`. All other layers are counted, although layers with
-    a sliding window cache only the window's tokens: see `mean_context`."""
-    shape = model.shape
+    """Return the number of KV cache bytes per token on an engine rank. Gated delta nets have a state per sequence
+    instead: see `state_bytes`. All other layers are counted, although layers with a sliding window cache only the
+    window's tokens: see `mean_context`."""
+    return model.shape.softmax_layers * layer_kv_bytes(model.shape, tp, num_bytes)
+
+
+def layer_kv_bytes(shape: ModelShape, tp: int, num_bytes: int) -> float:
+    """Return the number of KV cache bytes per token in one layer on an engine rank. KV heads are split over the ranks,
+    and replicated if there are more ranks than heads. With latent attention, every rank holds the full latent
+    vector."""
     if shape.latent is not None:
-        return shape.num_layers * shape.latent_and_position * num_bytes
-    return shape.softmax_layers * 2 * max(1, shape.kv_heads / tp) * shape.head_dim * num_bytes
+        return shape.latent_and_position * num_bytes
+    return 2 * max(1, shape.kv_heads / tp) * shape.head_dim * num_bytes
 
 
-def state_bytes(shape: ModelShape, tp: int, num_bytes: int) -> float:
+def state_bytes(shape: ModelShape, tp: int, num_bytes: int, drafts: int = 0) -> float:
     """Return the number of bytes that the gated delta nets of an engine rank keep for a sequence, in its KV cache: the
-    state [keys, values] of each head in float32, and the inputs of the convolution."""
+    state [keys, values] of each head in float32, and the inputs of the convolution. With draft tokens, vLLM keeps a
+    block with both for each of them, and each block has room for their inputs."""
     linear = shape.linear
     if linear is None:
         return 0
     states = linear.key_dim * linear.values * FLOAT32
-    return sum(linear.layers) * (states + (linear.width - 1) * linear.channels * num_bytes) / tp
+    block = states + (linear.width - 1 + drafts) * linear.channels * num_bytes
+    return sum(linear.layers) * (1 + drafts) * block / tp
 
 
 def engine_kv_bytes(config: Config, model: ModelParameters, draft: ModelParameters | None, num_tokens: float) -> float:
     """Return the KV cache's bytes for a sequence in all models of an engine. A draft model has its own keys and values.
     Layers with a sliding window cache only the window's tokens."""
     models, tp, num_bytes = [model] if draft is None else [model, draft], config.rollout.tp, item_bytes(config)
-    drafting = model.shape.mtp_layers / model.shape.num_layers if config.rollout.drafts_with_mtp else 0.0
-    return drafting * kv_bytes(model, tp, num_bytes) * num_tokens + sum(
+    speculative = config.rollout.speculative
+    drafts = 0 if speculative.method is None else speculative.tokens
+    layers = model.shape.mtp_layers if config.rollout.drafts_with_mtp else 0
+    return layers * layer_kv_bytes(model.shape, tp, num_bytes) * num_tokens + sum(
         kv_bytes(each, tp, num_bytes) * mean_context(each.shape.windows, num_tokens)
-        + state_bytes(each.shape, tp, num_bytes)
+        + state_bytes(each.shape, tp, num_bytes, drafts)
         for each in models
     )
 

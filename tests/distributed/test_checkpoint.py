@@ -258,6 +258,13 @@ def test_prediction_layer_survives_a_round_trip(latent, latent_reference, tmp_pa
     check_round_trip(model, latent_reference, tmp_path, layouts, keys)
 
 
+@pytest.mark.exhaustive
+def test_separate_prediction_layer_survives_a_round_trip(recurrent, tmp_path):
+    model = add_mtp_layer(shutil.copytree(recurrent, tmp_path / "model"))
+    layouts, keys = PAIRS_WITH_DELTA_NETS["PP2, EP2 and TP2, SP"], "actor.mtp.loss_coefficient=0.0"
+    check_round_trip(model, None, tmp_path, layouts, keys)
+
+
 def test_decays_stay_float32_in_a_bfloat16_run(recurrent, tmp_path):
     """In memory, in the optimizer and in checkpoints; the model has weights of both dtypes."""
     config = config_of(recurrent, "model.dtype=bfloat16", "actor.layout.dp=2")

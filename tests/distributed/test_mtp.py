@@ -8,16 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from megarl.core.types import Sample
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.core.types import Sample
 from megarl.models.folder import read_config
 from megarl.models.mtp import add_mtp
 from megarl.models.token_cost import TokenCost
+from megarl.resharding.families import huggingface_holder
+from megarl.resharding.piece import whole as whole_piece
+from megarl.resharding.transports.safetensors import SafetensorsFolder
 from tests.closeness import LOSS_FLOOR, assert_close, close_to, expected, load
-from tests.distributed.test_families import DEEPSEEK, GLM
+from tests.distributed.test_families import DEEPSEEK, GATED_DELTA, GATED_DELTA_EXPERTS, GLM
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.marks import exhaustive_but
@@ -39,6 +42,17 @@ GROUPS = random_groups(0)
 CASES = {
     "GLM-4.6: TP2, SP, EP2, ETP1": ("glm4_moe", GLM, "tp: 2, sequence_parallel: true, ep: 2, etp: 1"),
     "DeepSeek-V3: PP2": ("deepseek_v3", DEEPSEEK, "pp: 2, first_stage_layers: 2"),
+    "Qwen3-Next: TP2, SP, EP2, ETP1": (
+        "qwen3_next",
+        GATED_DELTA | GATED_DELTA_EXPERTS | dict(intermediate_size=72, mlp_only_layers=[1]),
+        "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    ),
+    "Qwen3.5, tied: PP2": (
+        "qwen3_5_text",
+        GATED_DELTA | dict(intermediate_size=72, tie_word_embeddings=True),
+        "pp: 2",
+    ),
+    "Qwen3.5, experts: PP2, EP2": ("qwen3_5_moe_text", GATED_DELTA | GATED_DELTA_EXPERTS, "pp: 2, dp: 2, ep: 2"),
 }
 KEPT, TRAINED = "actor.mtp.loss_coefficient=0.0", "actor.mtp.loss_coefficient=0.3"
 
@@ -48,7 +62,7 @@ def trained(folder: Path, layout: str, *overrides: str, updates=(GROUPS,), **pac
     return run_ranks(config.actor.layout.world_size, train, config, folder, [*updates], **packing)
 
 
-@pytest.mark.parametrize("case", exhaustive_but(CASES, "GLM-4.6: TP2, SP, EP2, ETP1"))
+@pytest.mark.parametrize("case", exhaustive_but(CASES, "GLM-4.6: TP2, SP, EP2, ETP1", "Qwen3.5, tied: PP2"))
 def test_prediction_layer_is_kept_and_changes_nothing(tmp_path, case):
     """The policy's gradients and updated weights are the same bits as without the layer."""
     family, sizes, layout = CASES[case]
@@ -58,12 +72,12 @@ def test_prediction_layer_is_kept_and_changes_nothing(tmp_path, case):
         assert all(torch.equal(weight, other.weights[name]) for name, weight in one.weights.items())
         assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in one.gradients.items())
         assert not any(gradient.any() for name, gradient in other.gradients.items() if name not in one.gradients)
-    saved, weights = (
-        load_file(folder / "model.safetensors"),
-        whole_tensors(add_mtp(read_config(folder)), kept, "weights"),
-    )
-    layer = [name for name in weights if name.startswith(f"model.layers.{sizes['num_hidden_layers']}.")]
-    assert len(layer) > 20 and all(torch.equal(weights[name], saved[name]) for name in layer)
+    with SafetensorsFolder(folder) as saved:
+        weights = whole_tensors(add_mtp(read_config(folder)), kept, "weights")
+        layer = weights.keys() - huggingface_holder(read_config(folder)).shapes.keys()
+        assert len(layer) >= 15 and all(
+            torch.equal(weights[name], saved.read("", name, whole_piece(tuple(weights[name].shape)))) for name in layer
+        )
 
 
 TRAINED_CASES = {

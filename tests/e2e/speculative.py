@@ -27,15 +27,19 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
-from tests.e2e.tiny_families import GLM, LATENT, SIZES
+from tests.e2e.tiny_families import GATED_DELTA, GATED_DELTA_EXPERTS, GLM, LATENT, SIZES
 from tests.paths import BASE
 from tests.tiny_model import EOS_ID, add_mtp_layer, write_tiny_model
 
+TWO_LAYERS = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2, full_attention_interval=2)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "n-grams": ("ngram", "llama", {}),
+    "n-grams for Qwen3.5": ("ngram", "qwen3_5_text", GATED_DELTA | TWO_LAYERS),
     "draft model": ("draft_model", "llama", {}),
     "GLM-4.6's MTP": ("mtp", "glm4_moe", GLM | dict(use_qk_norm=True)),
     "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", LATENT | dict(q_lora_rank=24, head_dim=64, moe_intermediate_size=32)),
+    "Qwen3-Next's MTP": ("mtp", "qwen3_next", GATED_DELTA_EXPERTS | TWO_LAYERS),
+    "Qwen3.5's MTP": ("mtp", "qwen3_5_text", GATED_DELTA | TWO_LAYERS),
 }
 """Method, and the policy's model_type and config.json keys in addition to SIZES."""
 TRUNCATED = dict(top_k=8, top_p=0.9)
@@ -60,6 +64,8 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
 
     method, model_type, keys = CASES[case]
     first = write_tiny_model(folder / "first", model_type, **SIZES | keys)
+    if "linear_num_key_heads" in keys:
+        scale_embedding(first)
     if method == "mtp":
         add_mtp_layer(first)
     second = changed(first, folder / "second")
@@ -158,6 +164,14 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
         found["num_drafter_parameters"] = len(own)
 
 
+def scale_embedding(folder: Path) -> None:
+    """Make the embedding as large as the layers' outputs. The next token then depends more on the last one, so that
+    drafts are right more often."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 20
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def changed(folder: Path, target: Path) -> Path:
     """Write a copy of a model with other weights."""
     target.mkdir()
@@ -207,8 +221,10 @@ def continued(models: Sequence[torch.nn.Module], sample: Sample) -> float:
         return worst(models[0], sample, {})
     read = start + sample.versions[0].count - 1
     before = models[0](ids[:, :read], use_cache=True)
-    after = models[1](ids[:, read:-1], past_key_values=before.past_key_values, use_cache=True)
-    logits = torch.cat((before.logits, after.logits), 1)[0, start - 1 :]
+    cache = before.past_key_values
+    # One by one: gated delta nets of transformers ignore the cached state if there are several tokens.
+    after = [models[1](token, past_key_values=cache, use_cache=True).logits for token in ids[:, read:-1].split(1, 1)]
+    logits = torch.cat((before.logits, *after), 1)[0, start - 1 :]
     expected = logits.log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]
     return (expected - torch.tensor(sample.response_logprobs)).abs().max().item()
 

@@ -15,7 +15,7 @@ from megarl.resharding.families.experts import expert_parts
 from megarl.resharding.families.gated_delta import gated_delta_parts
 from megarl.resharding.families.latent_attention import latent_attention_parts
 from megarl.resharding.families.mlp import mlp_parts
-from megarl.resharding.families.mtp import EMBEDDING_COPY, HEAD_COPY, mtp_parts
+from megarl.resharding.families.mtp import EMBEDDING_COPY, HEAD_COPY, SEPARATE, is_separate, mtp_parts
 from megarl.resharding.families.part import Part
 from megarl.resharding.families.tiling import Padded, Tiling, Whole
 
@@ -73,7 +73,8 @@ class Canonical:
 
     def copies(self) -> dict[str, str]:
         """Return copy -> original for the tensors that a checkpoint contains twice."""
-        prefixes = [self.layer_prefix(layer) for layer in self.following_layers().values()]
+        copied = [] if is_separate(self.model) else self.following_layers().values()
+        prefixes = [self.layer_prefix(layer) for layer in copied]
         originals = {EMBEDDING_COPY: EMBEDDING, HEAD_COPY: self.head} if prefixes else {}
         return {prefix + copy: original for prefix in prefixes for copy, original in originals.items()}
 
@@ -103,6 +104,8 @@ class Canonical:
         return Padded((tensor,), padded=-(-self.model.vocab // multiple) * multiple)
 
     def layer_prefix(self, layer: int) -> str:
+        if layer >= self.model.num_layers and is_separate(self.model):
+            return SEPARATE
         return f"model.layers.{layer}."
 
     def layer_parts(self, layer: int) -> list[Part]:
@@ -123,7 +126,7 @@ class Canonical:
         kind, is_mtp = self.model.kind(layer), layer >= self.model.num_layers
         if (kind, is_mtp) not in self._layers:
             parts = parts_of_layer(self.model, kind)
-            self._layers[kind, is_mtp] = _Layer.of(self.model, mtp_parts(parts) if is_mtp else parts)
+            self._layers[kind, is_mtp] = _Layer.of(self.model, mtp_parts(self.model, parts) if is_mtp else parts)
         return self._layers[kind, is_mtp]
 
 

@@ -1,11 +1,16 @@
-"""Layers for multi-token prediction in DeepSeek-V3 and GLM-4.5. In Hugging Face folders, these layers also have copies
-of the embedding and the output layer. Trainers and engines share the originals."""
+"""Layers for multi-token prediction in DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5.
+
+In the Hugging Face folders of DeepSeek-V3 and GLM-4.5, the layer has a number after the last one, and copies of the
+embedding and the output layer. Trainers and engines share the originals. In those of Qwen, it is separate from the
+other layers and has no copies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megarl.models.shape import ModelShape
 from megarl.resharding.families.part import Part, renamed
 from megarl.resharding.families.tiling import Split, Tiling, Whole
 
@@ -15,41 +20,61 @@ MTP = ".mtp.layers."
 EMBEDDING_COPY, HEAD_COPY = "embed_tokens.weight", "shared_head.head.weight"
 """Copies of the embedding and of the output layer in checkpoints."""
 
-MEGATRON_LAYER, VLLM_LAYER = "mtp_model_layer.", "mtp_block."
-"""Prefixes of the decoder layer inside an MTP layer."""
+SEPARATE, SEPARATE_ENGINE = "mtp.", "model."
+"""Prefixes of a separate MTP layer's tensors in checkpoints, and of its parameters in vLLM's drafting model."""
 
-_PROJECTION = "eh_proj.weight"
-PROJECTION = Part(
-    tensors={_PROJECTION: ("hidden", ("hidden", "hidden"))},
-    megatron={_PROJECTION: Split((_PROJECTION,))},
-    vllm={_PROJECTION: Whole((_PROJECTION,))},
-    quantized=False,
-)
-NORMS = [
-    renamed(canonical, ("hidden",), megatron)
-    for canonical, megatron in (
-        ("enorm.weight", "enorm.weight"),
-        ("hnorm.weight", "hnorm.weight"),
-        ("shared_head.norm.weight", "final_layernorm.weight"),
+MEGATRON_LAYER = "mtp_model_layer."
+"""Prefix of the decoder layer inside an MTP layer."""
+
+
+def _outer_parts(projection: str, tiling: Tiling, *norms: str) -> list[Part]:
+    """Return the parts around the decoder layer, given their names in checkpoints. `tiling` is vLLM's. The norms are
+    those of the embedding, of the hidden state and of the output."""
+    into = Part(
+        tensors={projection: ("hidden", ("hidden", "hidden"))},
+        megatron={"eh_proj.weight": Split((projection,))},
+        vllm={projection: tiling},
+        quantized=False,
     )
-]
+    names = ("enorm.weight", "hnorm.weight", "final_layernorm.weight")
+    return [*(renamed(norm, ("hidden",), name) for norm, name in zip(norms, names, strict=True)), into]
 
 
-def mtp_parts(layer: Sequence[Part]) -> list[Part]:
+_EH, _FC = "eh_proj.weight", "fc.weight"
+NUMBERED_PARTS = _outer_parts(_EH, Whole((_EH,)), "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+SEPARATE_PARTS = _outer_parts(
+    _FC, Split((_FC,)), "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight"
+)
+
+
+def is_separate(model: ModelShape) -> bool:
+    """Return whether the model's MTP layer is separate in checkpoints, as Qwen's."""
+    return model.linear is not None
+
+
+def mtp_parts(model: ModelShape, layer: Sequence[Part]) -> list[Part]:
     """Return the parts of an MTP layer, given those of its decoder layer. In checkpoints, the decoder layer's tensors
-    have the same names as in other layers."""
-    return [*NORMS, PROJECTION, *(_nested(part) for part in layer)]
+    have the same names as in other layers, after a prefix if the MTP layer is separate."""
+    if is_separate(model):
+        return [*SEPARATE_PARTS, *(_nested(part, "layers.0.", "layers.0.") for part in layer)]
+    return [*NUMBERED_PARTS, *(_nested(part, "", "mtp_block.") for part in layer)]
 
 
-def _nested(part: Part) -> Part:
+def _nested(part: Part, prefix: str, engine_prefix: str) -> Part:
     fused = part.transformer_engine
     return replace(
         part,
-        megatron=_prefixed(MEGATRON_LAYER, part.megatron),
-        transformer_engine=None if fused is None else _prefixed(MEGATRON_LAYER, fused),
-        vllm=_prefixed(VLLM_LAYER, part.vllm),
+        tensors={prefix + name: shape for name, shape in part.tensors.items()},
+        megatron=_prefixed(MEGATRON_LAYER, part.megatron, prefix),
+        transformer_engine=None if fused is None else _prefixed(MEGATRON_LAYER, fused, prefix),
+        vllm=_prefixed(engine_prefix, part.vllm, prefix),
+        float32=tuple(prefix + name for name in part.float32),
     )
 
 
-def _prefixed(prefix: str, tilings: Mapping[str, Tiling]) -> dict[str, Tiling]:
-    return {prefix + name: tiling for name, tiling in tilings.items()}
+def _prefixed(local: str, tilings: Mapping[str, Tiling], prefix: str) -> dict[str, Tiling]:
+    """Add prefixes to the local names and to the canonical names."""
+    return {
+        local + name: replace(tiling, tensors=tuple(prefix + tensor for tensor in tiling.tensors))
+        for name, tiling in tilings.items()
+    }

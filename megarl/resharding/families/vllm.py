@@ -10,6 +10,7 @@ from megarl.core.errors import UserError
 from megarl.models.huggingface import replicates_kv_heads, weights_dtype
 from megarl.models.shape import ModelShape
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, HEAD, Canonical
+from megarl.resharding.families.mtp import SEPARATE_ENGINE, is_separate
 from megarl.resharding.families.shard_builder import ShardBuilder, Share
 from megarl.resharding.families.tiling import Padded, Whole
 from megarl.resharding.piece import Holder, Shard
@@ -95,7 +96,7 @@ def _shard(
     builder.add(_engine_name(model, EMBEDDING), Padded((EMBEDDING,), padded=vocab), share)
     layers = {layer: canonical.layer_prefix(layer) for layer in range(model.num_layers)}
     if drafts:
-        layers |= {layer: DRAFTER + canonical.layer_prefix(layer) for layer in canonical.following_layers().values()}
+        layers |= {layer: _drafter_prefix(canonical, layer) for layer in canonical.following_layers().values()}
     for layer, prefix in layers.items():
         for part in canonical.layer_parts(layer):
             part_share = expert_share if part.per_expert else share
@@ -106,6 +107,10 @@ def _shard(
     if not model.tied:
         builder.add(HEAD, Padded((HEAD,), padded=vocab), share)
     return builder.build()
+
+
+def _drafter_prefix(canonical: Canonical, layer: int) -> str:
+    return DRAFTER + (SEPARATE_ENGINE if is_separate(canonical.model) else canonical.layer_prefix(layer))
 
 
 def _engine_name(model: ModelShape, name: str) -> str:

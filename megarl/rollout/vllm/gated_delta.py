@@ -17,6 +17,13 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
 from megarl.ops.gated_delta import gated_delta_rule, normalized, packed_convolution
 
+Cache = tuple[torch.Tensor, torch.Tensor]
+"""The convolution's inputs, [slots, width − 1 + draft tokens, channels], and the states, [slots, value heads, keys,
+values]."""
+
+RuleInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys, values, decays and step sizes."""
+
 
 def install() -> None:
     """Replace the kernels. Must run before the model is built, when vLLM registers the operator."""
@@ -40,20 +47,68 @@ def attention_core(
     metadata: Any = context.attn_metadata[layer.prefix]  # a GDNAttentionMetadata
     if metadata.num_actual_tokens == 0:
         return
-    assert metadata.spec_sequence_masks is None, "speculative decoding needs a state for each draft token"
-    count = metadata.num_decodes + metadata.num_prefills
+    convolution, states = layer.kv_cache
+    if is_conv_state_dim_first():
+        convolution = convolution.transpose(1, 2)
+    # The cache belongs to this function, which stores [keys, values] where vLLM's shape has [values, keys].
+    cache = convolution, states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
+    if metadata.spec_sequence_masks is None:
+        tokens = slice(int(metadata.non_spec_query_start_loc[metadata.num_decodes + metadata.num_prefills]))
+        core_attn_out[tokens] = _extend(layer, cache, metadata, mixed_qkv[tokens], b[tokens], a[tokens])
+        return
+    tokens = metadata.spec_token_indx.long()
+    core_attn_out[tokens] = _verify(layer, cache, metadata, mixed_qkv[tokens], b[tokens], a[tokens])
+    if len(tokens := metadata.non_spec_token_indx.long()):
+        core_attn_out[tokens] = _extend(layer, cache, metadata, mixed_qkv[tokens], b[tokens], a[tokens])
+
+
+def _extend(
+    layer: Any, cache: Cache, metadata: Any, inputs: torch.Tensor, b: torch.Tensor, a: torch.Tensor
+) -> torch.Tensor:
+    """Process requests without draft tokens, and update their states. Return the outputs, [T, value heads, values]."""
+    convolution, states = cache
+    count, width = metadata.num_decodes + metadata.num_prefills, layer.conv1d.weight.shape[-1]
     slots = metadata.non_spec_state_indices_tensor[:count].long()
     bounds = metadata.non_spec_query_start_loc[: count + 1]
     continues = torch.arange(count) < metadata.num_decodes
     if metadata.has_initial_state is not None:
         continues = continues | metadata.has_initial_state[:count]
-    tokens = slice(int(bounds[-1]))
-    convolution, states = layer.kv_cache
-    if is_conv_state_dim_first():
-        convolution = convolution.transpose(1, 2)
-    inputs, history = mixed_qkv[tokens], convolution[slots] * continues[:, None, None]
-    mixed = packed_convolution(inputs, layer.conv1d.weight[:, 0], bounds, history)
-    convolution[slots] = _last_inputs(inputs, history, bounds)
+    history = convolution[slots, : width - 1] * continues[:, None, None]
+    rule = _rule_inputs(layer, packed_convolution(inputs, layer.conv1d.weight[:, 0], bounds, history), b, a)
+    convolution[slots, : width - 1] = torch.stack([rows[1 - width :] for rows in _joined(history, inputs, bounds)])
+    out, after = gated_delta_rule(*rule, bounds, states[slots] * continues[:, None, None, None])
+    states[slots] = after.to(states.dtype)
+    return out
+
+
+def _verify(
+    layer: Any, cache: Cache, metadata: Any, inputs: torch.Tensor, b: torch.Tensor, a: torch.Tensor
+) -> torch.Tensor:
+    """Process the last token and the draft tokens of each request. The next step knows how many of these tokens
+    precede its own, so the state after each of them is kept in a slot of its own, and the inputs of all of them in the
+    first slot. Return the outputs, [T, value heads, values]."""
+    convolution, states = cache
+    count, width = metadata.num_spec_decodes, layer.conv1d.weight.shape[-1]
+    slots, bounds = metadata.spec_state_indices_tensor[:count].long(), metadata.spec_query_start_loc[: count + 1].long()
+    last = metadata.num_accepted_tokens[:count].long() - 1
+    history = convolution[slots[:, :1], last[:, None] + torch.arange(width - 1)]
+    rule = _rule_inputs(layer, packed_convolution(inputs, layer.conv1d.weight[:, 0], bounds, history), b, a)
+    for slot, rows in zip(slots[:, 0], _joined(history, inputs, bounds), strict=True):
+        convolution[slot, : len(rows) - 1] = rows[1:]
+    current, lengths = states[slots.gather(1, last[:, None])[:, 0]].float(), bounds.diff()
+    out = inputs.new_empty(len(inputs), *states.shape[1:2], layer.head_v_dim)
+    for turn in range(int(lengths.max())):
+        requests = (lengths > turn).nonzero()[:, 0]
+        tokens, each = bounds[requests] + turn, torch.arange(len(requests) + 1)
+        query, key, value, decay, beta = (x[tokens] for x in rule)
+        out[tokens], after = gated_delta_rule(query, key, value, decay, beta, each, current[requests])
+        current[requests] = after
+        states[slots[requests, turn]] = after.to(states.dtype)
+    return out
+
+
+def _rule_inputs(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> RuleInputs:
+    """Return the inputs of `gated_delta_rule`, given the convolution's output."""
     keys, values = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
     sizes = (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim)
     query, key, value = (
@@ -61,17 +116,11 @@ def attention_core(
     )
     copies = value.shape[1] // key.shape[1]
     query, key = (normalized(x.float()).repeat_interleave(copies, 1) for x in (query, key))
-    decay = -layer.A_log.float().exp() * F.softplus(a[tokens].float() + layer.dt_bias.float())
-    # The cache belongs to this function, which stores [keys, values] where vLLM's shape has [values, keys].
-    states = states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
-    before = states[slots] * continues[:, None, None, None]
-    out, after = gated_delta_rule(query, key, value, decay, b[tokens].float().sigmoid(), bounds, before)
-    states[slots] = after.to(states.dtype)
-    core_attn_out[tokens] = out
+    decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
+    return query, key, value, decay, b.float().sigmoid()
 
 
-def _last_inputs(inputs: torch.Tensor, history: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Return the inputs that precede each request's next token, [D, width − 1, channels]."""
+def _joined(history: torch.Tensor, inputs: torch.Tensor, bounds: torch.Tensor) -> list[torch.Tensor]:
+    """Return each request's preceding inputs and its new ones, [width − 1 + tokens, channels]."""
     requests = inputs.split(bounds.diff().tolist())
-    width = history.shape[1]
-    return torch.stack([torch.cat((old, new))[-width:] for old, new in zip(history, requests, strict=True)])
+    return [torch.cat((old, new)) for old, new in zip(history, requests, strict=True)]

@@ -33,10 +33,12 @@ class TextModel(_LazyRegisteredModel):
 
 
 def install() -> None:
-    """Register the text models. No effect if torchvision is installed."""
+    """Register the text models and their drafting models. No effect if torchvision is installed."""
     if find_spec("torchvision") is None:
         for name in TEXT_MODELS.values():
             ModelRegistry.models[name] = TextModel("vllm.model_executor.models.qwen3_5", name)
+            draft = name.replace("ForCausalLM", "MTP")
+            ModelRegistry.models[draft] = TextModel("vllm.model_executor.models.qwen3_5_mtp", draft)
 
 
 class _Unused(ModuleType):

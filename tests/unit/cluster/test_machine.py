@@ -278,14 +278,20 @@ def test_reward_model_in_the_engine_is_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_drafts_for_gated_delta_nets_are_refused_on_cpu(tmp_path: Path) -> None:
-    settings = config("rollout.speculative.method=ngram")
-    check_engine_kernels(settings, model_folders(tmp_path, **HEAD))
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3.5-9B"]))
-    hybrid = ModelFolders(tmp_path, None, None, None)
-    check_engine_kernels(config(), hybrid)
-    with pytest.raises(UserError, match=r"^rollout.speculative.method=ngram: .* has gated delta nets"):
-        check_engine_kernels(settings, hybrid)
+def test_mtp_with_mrope_is_refused_on_cpu(tmp_path: Path) -> None:
+    """The config.json of every published Qwen3.5 has an mrope_section, for its vision encoder."""
+    mtp = config("rollout.speculative.method=mtp", "actor.mtp.loss_coefficient=0.0")
+    plain = CONFIGS["Qwen3.5-9B"] | dict(mtp_num_hidden_layers=1)
+    rope = plain["rope_parameters"] | dict(mrope_section=[11, 11, 10], mrope_interleaved=True)
+    outer = dict(model_type="qwen3_5", text_config=plain | dict(rope_parameters=rope), vision_config={})
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    folders = ModelFolders(tmp_path, None, None, None)
+    with pytest.raises(UserError, match=r"^rollout.speculative.method=mtp: .* mrope_section.*method=null, or run"):
+        check_engine_kernels(mtp, folders)
+    for settings in (config("actor.mtp.loss_coefficient=0.0"), config("rollout.speculative.method=ngram")):
+        check_engine_kernels(settings, folders)
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    check_engine_kernels(mtp, folders)
 
 
 @pytest.mark.usefixtures("no_cuda")
@@ -296,6 +302,15 @@ def test_draft_model_in_the_engine_is_checked(tmp_path: Path) -> None:
     models = ModelFolders(tmp_path / "actor", None, None, None, draft=tmp_path / "draft")
     with pytest.raises(UserError, match="draft: head_dim=18, but"):
         check_engine_kernels(config("rollout.speculative={method: draft_model, path: m}"), models)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_mtp_with_mrope_is_allowed_on_gpus(tmp_path: Path) -> None:
+    rope = CONFIGS["Qwen3.5-9B"]["rope_parameters"] | dict(mrope_section=[11, 11, 10])
+    hf_config = CONFIGS["Qwen3.5-9B"] | dict(mtp_num_hidden_layers=1, rope_parameters=rope)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    mtp = config("rollout.speculative.method=mtp", "actor.mtp.loss_coefficient=0.0")
+    check_engine_kernels(mtp, ModelFolders(tmp_path, None, None, None))
 
 
 @pytest.mark.usefixtures("cuda")

@@ -17,6 +17,8 @@ from megarl.models.huggingface import (
     windowed_attention,
     without_untrained_part,
 )
+from megarl.models.mtp import add_mtp
+from megarl.models.shape import ModelShape
 from megarl.models.unsupported import unsupported
 from tests.published_models import CONFIGS
 
@@ -87,6 +89,24 @@ def test_text_model_of_a_multimodal_checkpoint_is_used() -> None:
         "multi-token prediction (mtp_num_hidden_layers=1), the vision encoder (vision_config)"
     )
     assert without_untrained_part(config) == text | {"dtype": "bfloat16", "mtp_num_hidden_layers": 0}
+    assert untrained_part(add_mtp(config)) == "the vision encoder (vision_config)"
+    assert without_untrained_part(add_mtp(config)) == text | {"dtype": "bfloat16"}
+
+
+def test_prediction_layer_of_qwen3_next_is_trained_only_if_kept() -> None:
+    """Its config.json does not count the layer."""
+    config = CONFIGS["Qwen3-Next-80B-A3B"]
+    assert untrained_part(config) == "multi-token prediction (tensors mtp.*)"
+    assert untrained_part(add_mtp(config)) is None
+    assert without_untrained_part(add_mtp(config)) == without_untrained_part(config) == config
+
+
+def test_prediction_layer_after_a_delta_net_has_full_attention() -> None:
+    config = CONFIGS["Qwen3-Next-80B-A3B"] | {"num_hidden_layers": 6}
+    shape = ModelShape.of(add_mtp(config))
+    assert shape.kind(5) == (True, True) and shape.kind(6) == (True, False)
+    shape = ModelShape.of(add_mtp(config | {"mlp_only_layers": [0]}))
+    assert shape.kind(5) == (True, True) and shape.kind(6) == (False, False)
 
 
 @pytest.mark.parametrize(

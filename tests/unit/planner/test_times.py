@@ -11,11 +11,12 @@ from megarl.cluster.memory.parameters import ModelParameters
 from megarl.config.model_schema import Layout
 from megarl.models.flops import attention_weights, forward_flops
 from megarl.models.huggingface import WindowedAttention
+from megarl.models.mtp import add_mtp
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
 from megarl.planner.plan import plan_recipe
 from megarl.planner.refit_time import min_refit_time
-from megarl.planner.rollout_time import kv_bytes, recompute_seconds, state_bytes
+from megarl.planner.rollout_time import engine_kv_bytes, kv_bytes, recompute_seconds, state_bytes
 from megarl.resharding.families import vllm_holder
 from megarl.resharding.planning.schedule import Bandwidth
 from megarl.resharding.planning.side import _fields
@@ -174,6 +175,22 @@ def test_states_of_gated_delta_nets_match_vllms_shapes():
     assert state_bytes(shape, 1, 2) == states + inputs
     assert state_bytes(shape, 4, 2) == (states + inputs) / 4
     assert state_bytes(ModelShape.of(CONFIGS["Llama-3.1-8B"]), 1, 2) == 0
+
+
+def test_drafts_enlarge_the_kv_cache_of_hybrid_models():
+    """The layer for multi-token prediction is one of eleven layers with keys and values. Each of three draft tokens has
+    a block of states."""
+    speculative = ("rollout.speculative={method: mtp, tokens: 3}", "actor.mtp.loss_coefficient=0.0")
+    plain, drafting = recipe(), recipe(*speculative)
+    model = ModelParameters(add_mtp(CONFIGS["Qwen3.5-35B-A3B"]))
+    layer = 2 * 2 * 256 * 2
+    block = 30 * (32 * 128 * 128 * 4 + 6 * 8192 * 2)
+    assert engine_kv_bytes(drafting, model, None, 1000) == 11 * layer * 1000 + 4 * block
+    assert engine_kv_bytes(plain, model, None, 1000) == 10 * layer * 1000 + state_bytes(model.shape, 1, 2)
+    ngram = recipe("rollout.speculative={method: ngram, tokens: 3}")
+    assert engine_kv_bytes(ngram, model, None, 1000) == 10 * layer * 1000 + 4 * block
+    latent = ModelParameters(add_mtp(CONFIGS["DeepSeek-V3"]))
+    assert engine_kv_bytes(drafting, latent, None, 1000) == 62 * 576 * 2 * 1000
 
 
 def test_decoding_one_sequence_reads_all_weights_per_token():

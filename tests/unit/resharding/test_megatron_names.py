@@ -16,7 +16,7 @@ from megarl.resharding.families import megatron_holder
 from megarl.resharding.piece import Holder
 from tests.paths import ROOT
 from tests.published_models import CONFIGS
-from tests.unit.resharding.cases import BIASED, GPT_OSS, LATENT, config_of, layout_of
+from tests.unit.resharding.cases import BIASED, GPT_OSS, LATENT, config_of, gated_delta_sizes, layout_of
 from tests.unit.resharding.megatron_world import real_rank
 
 MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
@@ -36,6 +36,16 @@ DEEPSEEK = {
     "rms_norm_eps": 1e-6,
 }
 GLM = {**BIASED, "model_type": "glm4_moe", "moe_intermediate_size": 6, "head_dim": 4}
+QWEN3_NEXT = {
+    **gated_delta_sizes(6, 2),
+    "model_type": "qwen3_next",
+    "num_key_value_heads": 6,
+    "num_hidden_layers": 3,
+    "full_attention_interval": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 6,
+}
 CASES = {
     "1 process": ({}, layout_of()),
     "1 process, tied": ({"tie_word_embeddings": True}, layout_of()),
@@ -61,6 +71,15 @@ CASES = {
     "prediction layer, latent attention, TP2, EP2, ETP1, PP2, VPP2": (
         add_mtp(DEEPSEEK | {"num_hidden_layers": 4}),
         layout_of(tp=2, pp=2, vpp=2, ep=2, etp=1),
+    ),
+    "prediction layer after a gated delta net, TP3, EP2, ETP3": (add_mtp(QWEN3_NEXT), layout_of(tp=3, dp=2, ep=2)),
+    "prediction layer with the first layer's experts, TP2, EP2, ETP1": (
+        add_mtp(QWEN3_NEXT | {"mlp_only_layers": [1, 2]}),
+        layout_of(tp=2, ep=2, etp=1),
+    ),
+    "prediction layer, gated delta nets, tied, TP2, PP2": (
+        add_mtp(QWEN3_NEXT | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "tie_word_embeddings": True}),
+        layout_of(tp=2, pp=2),
     ),
     "gpt-oss, EP4": ({"model_type": "gpt_oss", **GPT_OSS}, layout_of(dp=4, ep=4)),
     "gpt-oss, TP3, PP2, EP2, ETP1": ({"model_type": "gpt_oss", **GPT_OSS}, layout_of(tp=3, pp=2, dp=2, ep=2, etp=1)),
@@ -185,6 +204,8 @@ def test_transformer_engine_layers_match_the_holder():
         (CONFIGS["Qwen3.5-9B"] | four, layout_of(tp=4), 2),
         (CONFIGS["Qwen3.5-35B-A3B"] | four, layout_of(tp=2, dp=2, ep=4, etp=1), 3),
         (CONFIGS["Qwen3-Next-80B-A3B"] | four, layout_of(tp=2, pp=2), 1),
+        (add_mtp(CONFIGS["Qwen3-Next-80B-A3B"] | four), layout_of(tp=2, pp=2), 2),
+        (add_mtp(CONFIGS["Qwen3.5-9B"] | four), layout_of(tp=4), 3),
         (CONFIGS["Moonlight-16B-A3B"] | four, layout_of(tp=2, dp=2, ep=2), 0),
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 40),
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 0),

@@ -9,7 +9,9 @@ import pytest
 import torch
 from vllm.model_executor.models.registry import ModelRegistry
 
+from megarl.models.mtp import add_mtp
 from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.families.vllm import DRAFTER
 from megarl.resharding.piece import Holder
 from megarl.resharding.transports.transport import view
 from megarl.rollout.vllm import text_models
@@ -145,19 +147,30 @@ def test_vllm_loads_whole_experts_where_declared(name, tmp_path):
     check_loaded_elements(name, 4, range(4), tmp_path, expert_parallel=True)
 
 
-def test_torchvision_stand_in_is_removed():
+@pytest.mark.parametrize("tp", exhaustive_but(TP, 2))
+@pytest.mark.parametrize("name", ["GLM-4.6", "Qwen3-Next", "Qwen3.5", "Qwen3.5, experts"])
+def test_drafting_models_load_every_element_where_declared(name, tp, tmp_path):
+    check_loaded_elements(name, tp, TP[tp], tmp_path, drafts=True)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "Qwen3_5MTP", "Qwen3_5MoeMTP"])
+def test_torchvision_stand_in_is_removed(name):
     """transformers would otherwise consider torchvision installed."""
-    assert ModelRegistry.models["Qwen3_5ForCausalLM"].load_model_cls().__name__ == "Qwen3_5ForCausalLM"
+    assert ModelRegistry.models[name].load_model_cls().__name__ == name
     assert not [name for name in sys.modules if name.partition(".")[0] == "torchvision"]
 
 
-def check_loaded_elements(name, tp, ranks, folder, expert_parallel=False):
+def check_loaded_elements(name, tp, ranks, folder, expert_parallel=False, drafts=False):
+    """drafts: check the model for multi-token prediction, without the embedding and the output layer that it shares."""
     published, changes = TINY[name]
     config = CONFIGS[published] | SIZES | changes
-    checkpoint = distinct_elements(config)
+    if drafts:
+        config |= dict.fromkeys(("mtp_num_hidden_layers", "num_nextn_predict_layers"), 1)
+    checkpoint = distinct_elements(add_mtp(config) if drafts else config)
     for rank in ranks:
-        holder = vllm_holder(config, tp, rank, replica=0, dtype="float32", expert_parallel=expert_parallel)
-        place = dict(expert_parallel=expert_parallel, dtype=torch.float32, device="cpu")
+        described = dict(expert_parallel=expert_parallel, drafts=drafts)
+        holder = vllm_holder(add_mtp(config) if drafts else config, tp, rank, replica=0, dtype="float32", **described)
+        place = dict(expert_parallel=expert_parallel, dtype=torch.float32, device="cpu", drafts=drafts)
         with worker(folder, config, tp, rank, **place) as model:
             for parameter in model.parameters():
                 parameter.data.fill_(math.nan)
@@ -165,6 +178,10 @@ def check_loaded_elements(name, tp, ranks, folder, expert_parallel=False):
             model.load_weights(iter(stored.items()))
             real = weights(model)
         declared = held(holder, checkpoint)
+        if drafts:
+            declared = {n.removeprefix(DRAFTER): w for n, w in declared.items() if n.startswith(DRAFTER)}
+            shared = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
+            real = {name: weight for name, weight in real.items() if not name.endswith(shared)}
         assert declared.keys() == real.keys()
         assert not [name for name, weight in real.items() if not torch.equal(weight, declared[name])], f"rank {rank}"
 

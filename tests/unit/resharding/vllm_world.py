@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import expert_map_manager
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
@@ -54,12 +55,15 @@ def worker(
     expert_parallel: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "meta",
+    drafts: bool = False,
 ) -> Iterator[torch.nn.Module]:
     """Build the model of a worker and yield it while the process groups are patched. Write config.json into
-    `folder`.
+    `folder`. `drafts` builds the model for multi-token prediction.
     """
     (folder / "config.json").write_text(json.dumps(config))
-    model = ModelConfig(str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True)
+    options: dict[str, Any] = dict(skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True)
+    model = ModelConfig(str(folder), **options)
+    built = ModelConfig(str(folder), hf_overrides=SpeculativeConfig.hf_config_override, **options) if drafts else model
     # Set after construction, because the constructor checks sizes against the devices of this machine.
     parallel = ParallelConfig()
     parallel.tensor_parallel_size = parallel.world_size = tp
@@ -70,8 +74,8 @@ def worker(
         # The CPU kernels for gpt-oss support fewer sizes than those that GPU engines use.
         any_size = mock.patch.object(CPUUnquantizedExperts, "_supports_grouped_gemm", lambda config: (True, None))
         with on_host, any_size, set_default_torch_dtype(dtype), torch.device(device):
-            built = initialize_model(engine)
-        yield built
+            module = initialize_model(engine, model_config=built)
+        yield module
 
 
 def expert_map_on_host(*args, **kwargs):

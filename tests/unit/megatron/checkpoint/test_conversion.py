@@ -376,26 +376,6 @@ def test_unused_tensors_are_dropped(tmp_path, changes, names):
     assert not json.loads((tmp_path / "back" / "config.json").read_text()).get("num_nextn_predict_layers")
 
 
-@pytest.mark.parametrize("family", [GLM, DEEPSEEK], ids=["GLM-4.6", "DeepSeek-V3"])
-def test_prediction_layer_survives_conversions(tmp_path, family):
-    """Its decoder layer has the tensors of an ordinary layer. A folder has copies of the embedding and the head."""
-    config = config_of(**family, num_nextn_predict_layers=1)
-    hidden, prefix = config["hidden_size"], f"model.layers.{config['num_hidden_layers']}."
-    tensors = random_checkpoint(config | dict(num_hidden_layers=config["num_hidden_layers"] + 1))
-    for name, shape in (("eh_proj", (hidden, 2 * hidden)), *((n, (hidden,)) for n in ("enorm", "hnorm"))):
-        tensors[f"{prefix}{name}.weight"] = torch.randn(shape)
-    tensors[f"{prefix}shared_head.norm.weight"] = torch.randn(hidden)
-    copies = {f"{prefix}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
-    copies |= {f"{prefix}shared_head.head.weight": tensors["lm_head.weight"].clone()}
-    write_tensors(tmp_path / "hf", config, tensors | copies)
-    huggingface_to_megatron(tmp_path / "hf", tmp_path / "first", layout_of(tp=3, dp=2, ep=2))
-    reshape(tmp_path / "first", tmp_path / "second", layout_of(pp=2, vpp=2, dp=4, ep=4))
-    megatron_to_huggingface(tmp_path / "second", tmp_path / "back")
-    assert_same(weights_of(tmp_path / "back"), tensors | copies)
-    written = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert written["num_nextn_predict_layers"] == 1 and not any("megarl" in key for key in written)
-
-
 @pytest.mark.parametrize(
     ("kind", "labels", "bias"),
     [("Sequence", 2, False), ("Sequence", 1, False), ("Token", 1, True)],

@@ -97,16 +97,35 @@ def test_supported_variants(changed: dict[str, Any]) -> None:
         ("DeepSeek-V3", 1, None),
         ("GLM-4.6", 2, "its config.json has num_nextn_predict_layers=2, but megarl supports exactly one such layer"),
         ("GLM-4.6", 0, "its config.json has num_nextn_predict_layers=0, but megarl supports exactly one such layer"),
-        ("Qwen3-32B", 1, "megarl supports multi-token prediction only for models of type deepseek_v3 and glm4_moe"),
+        (
+            *("Qwen3-32B", 1),
+            "megarl supports multi-token prediction only for models of type deepseek_v3, glm4_moe, qwen3_next, "
+            "qwen3_5_moe_text, qwen3_5_text",
+        ),
+        ("Qwen3-Next-80B-A3B", None, None),
+        ("Qwen3-Next-80B-A3B", 0, "its config.json has num_nextn_predict_layers=0, but megarl supports exactly one"),
+        ("Qwen3.5-27B", 1, None),
+        ("Qwen3.5-35B-A3B", 0, "its config.json has mtp_num_hidden_layers=0, but megarl supports exactly one such"),
+        ("Qwen3.5-27B", None, "its config.json has mtp_num_hidden_layers=None, but megarl supports exactly one such"),
     ],
 )
-def test_kept_prediction_layer_is_supported(name: str, count: int, reason: str | None) -> None:
-    model = CONFIGS[name] | dict(num_nextn_predict_layers=count)
+def test_kept_prediction_layer_is_supported(name: str, count: int | None, reason: str | None) -> None:
+    key = "mtp_num_hidden_layers" if name.startswith("Qwen3.5") else "num_nextn_predict_layers"
+    model = CONFIGS[name] | ({} if count is None else {key: count})
     config = recipe("actor.mtp.loss_coefficient=0.0")
-    expected = f"actor.mtp.loss_coefficient=0.0: model.path={config.model.path}: {reason}. Fix: set "
+    expected = f"actor.mtp.loss_coefficient=0.0: model.path={config.model.path}: {reason}"
     lines = list(model_has_mtp(config, model))
     assert [line.startswith(expected) for line in lines] == ([] if reason is None else [True])
+    assert all(line.endswith(". Fix: set actor.mtp.loss_coefficient=null") for line in lines)
     assert list(model_has_mtp(recipe(), model)) == []
+
+
+def test_prediction_layer_with_its_own_embeddings_is_refused() -> None:
+    model = CONFIGS["Qwen3.5-27B"] | dict(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+    assert list(model_has_mtp(recipe("actor.mtp.loss_coefficient=0.0"), model)) == []
+    model["mtp_use_dedicated_embeddings"] = True
+    [line] = model_has_mtp(recipe("actor.mtp.loss_coefficient=0.0"), model)
+    assert "mtp_use_dedicated_embeddings=true, but vLLM shares the model's embeddings. Fix: set actor.mtp" in line
 
 
 @pytest.mark.parametrize(

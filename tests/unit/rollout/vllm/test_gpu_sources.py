@@ -350,6 +350,28 @@ def test_drafting_layers_have_the_parameters_of_a_refit(vllm: Path, file: str, n
         assert f"self.{attribute} = " in source
 
 
+@pytest.mark.parametrize(
+    ("file", "model", "block", "count"),
+    [
+        ("qwen3_next_mtp.py", "Qwen3NextMTP", "Qwen3NextMultiTokenPredictor", "num_nextn_predict_layers"),
+        ("qwen3_5_mtp.py", "Qwen3_5MTP", "Qwen3_5MultiTokenPredictor", "mtp_num_hidden_layers"),
+    ],
+)
+def test_separate_drafting_layers_have_the_parameters_of_a_refit(vllm, file, model, block, count) -> None:
+    """Each rank has a share of the projection's rows. The decoder layer has full attention, and index 0, which decides
+    whether it has experts. Norms are zero-centered."""
+    path = vllm / "model_executor/models" / file
+    source = ast.unparse(class_of(path, block))
+    sizes = "self.config.hidden_size * 2, self.config.hidden_size"
+    assert f"self.fc = ColumnParallelLinear({sizes}, gather_output=True, bias=False" in source
+    assert f"getattr(config, '{count}', 1)" in source
+    assert "layer_type='full_attention', prefix=f'{prefix}.layers.{idx}'" in source
+    norms = re.findall(r"self\.(\w*norm\w*) = Qwen3_?(?:5|Next)RMSNorm\(", source)
+    assert sorted(norms) == ["norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"]
+    loader = ast.unparse(class_of(path, model))
+    assert "name = name.replace('mtp.', 'model.')" in loader and "self.model = " in loader
+
+
 def test_runners_have_the_drafter_that_refits_write(vllm: Path) -> None:
     assert "self.drafter.load_model(self.model)" in (vllm / "v1/worker/gpu_model_runner.py").read_text("utf-8")
     runner = (vllm / "v1/worker/gpu/model_runner.py").read_text("utf-8")
