@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from megarl.config.load import load
+from megarl.config.model_schema import Mtp
 from megarl.core.errors import UserError
 from megarl.megatron.checkpoint import adapters as stored_adapters
 from megarl.megatron.workers.trainer import TrainerWorker
@@ -95,7 +96,7 @@ def quantize(folder: Path) -> None:
 def test_preflight_names_damaged_adapter_weights(folder, monkeypatch, damage, message):
     """The file is opened before the trainer starts."""
     damage(folder)
-    actor = SimpleNamespace(has_mtp=False, adapters=LORA.model_copy(update={"path": str(folder)}))
+    actor = SimpleNamespace(mtp=Mtp(loss_coefficient=None), adapters=LORA.model_copy(update={"path": str(folder)}))
     models = SimpleNamespace(actor=folder, draft=None, others={}, reward_model=None)
     monkeypatch.setattr(preflight, "read_headers", lambda _: {})
     monkeypatch.setattr(preflight, "require_tensors", lambda *_: None)
