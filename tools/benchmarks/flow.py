@@ -91,7 +91,6 @@ Work = Callable[[], object]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    os.environ |= RETURN_FREED_MEMORY
     cases = {}
     with tempfile.TemporaryDirectory(prefix="flow-") as name:
         folder = write_tiny_image_model(Path(name), **TRANSFORMER)
@@ -100,19 +99,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             captions = ["a" * round(length(source)) for _ in range(arguments.images)]
             case = Case(folder, captions, 0, arguments.tokens, arguments.times)
             cases[title] = compare(case, arguments.batch)
-    return {"transformer": TRANSFORMER, "images": arguments.images, "environment": RETURN_FREED_MEMORY, "cases": cases}
+    about = {"transformer": TRANSFORMER, "images": arguments.images, "environment_for_memory": RETURN_FREED_MEMORY}
+    return about | {"cases": cases}
 
 
 def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
-    """Measure each side in a process of its own. The fastest batch of the plain loops counts."""
+    """Measure each side in a process of its own, and its memory in another one, because returning freed memory is slow.
+    The fastest batch of the plain loops counts."""
     samples = in_new_process(sampled, case)
     found: dict[str, Any] = {"caption_tokens": [len(sample.embedding.tokens) for sample in samples]}
     # An update needs the transformer's weights, their gradients and Adam's state.
     state_bytes = {"rollout": weight_bytes(case.folder), "update": 4 * weight_bytes(case.folder / "transformer")}
     for what, own, plain in (("rollout", rollout, plain_rollout), ("update", update, plain_update)):
-        megarl = in_new_process(run, own, case, samples, state_bytes[what])
-        others = [in_new_process(run, plain, replace(case, batch=size), samples, state_bytes[what]) for size in batches]
+        megarl = in_new_process(speed, own, case, samples)
+        others = [in_new_process(speed, plain, replace(case, batch=size), samples) for size in batches]
         others.sort(key=lambda side: median(side["seconds"]))
+        os.environ |= RETURN_FREED_MEMORY
+        for side, prepare in ((megarl, own), (others[0], plain)):
+            peak = in_new_process(memory, prepare, replace(case, batch=side["batch"]), samples)
+            side["bytes_above_state"] = peak - state_bytes[what]
+        for name in RETURN_FREED_MEMORY:
+            del os.environ[name]
         found[what] = {
             "ratio_of_speeds": median(others[0]["seconds"]) / median(megarl["seconds"]),
             "ratio_of_bytes_above_state": megarl["bytes_above_state"] / others[0]["bytes_above_state"],
@@ -123,20 +130,25 @@ def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def run(
-    prepare: Callable[[Case, Sequence[LatentSample]], Work],
-    case: Case,
-    samples: Sequence[LatentSample],
-    state_bytes: int,
-) -> dict[str, Any]:
-    """Return the seconds of each measurement, and the peak resident memory minus the memory before the model is built
-    and the model's state."""
+Prepare = Callable[["Case", Sequence[LatentSample]], Work]
+
+
+def speed(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> dict[str, Any]:
+    """Return the seconds of each measurement."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    work = prepare(case, samples)
+    work()  # fills caches and memory pools
+    return {"seconds": timed(work, case.times), "batch": case.batch}
+
+
+def memory(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> int:
+    """Return the peak resident memory minus the memory before the model is built, in bytes."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     before = psutil.Process().memory_info().rss
     work = prepare(case, samples)
-    work()  # fills caches and memory pools
-    seconds, peak = timed(work, case.times), peak_rss_bytes()
-    return {"seconds": seconds, "batch": case.batch or None, "bytes_above_state": peak - before - state_bytes}
+    for _ in range(2):
+        work()
+    return peak_rss_bytes() - before
 
 
 def weight_bytes(folder: Path) -> int:
