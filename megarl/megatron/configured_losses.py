@@ -182,6 +182,6 @@ def configured_implicit_reward_loss(settings: ImplicitReward) -> Loss:
 
 
 def with_mtp_loss(loss: Loss, coefficient: float) -> Loss:
-    """Return the loss with the one of multi-token prediction added."""
+    """Return the sum of the loss and the loss of multi-token prediction."""
     terms = partial(losses.mtp_loss, others=loss.terms, coefficient=coefficient)
     return Loss(terms, partial(loss_metrics.mtp_metrics, others=loss.metrics))

@@ -56,8 +56,8 @@ class Loss:
 
 
 class MtpTerms(NamedTuple):
-    """A loss with the one of multi-token prediction: the terms of the other loss, and Σ w·(−log p) of the tokens after
-    the next ones under the MTP layer's distribution p."""
+    """The sum of an objective's loss and the loss of multi-token prediction: the objective's terms, and Σ w·(−log p) of
+    the tokens after the next ones under the MTP layer's distribution p."""
 
     loss: torch.Tensor
     others: Terms

@@ -251,18 +251,21 @@ def test_delta_net_checkpoints_survive_a_round_trip(recurrent, tmp_path, pair):
     check_round_trip(recurrent, None, tmp_path, PAIRS_WITH_DELTA_NETS[pair])
 
 
+KEPT, TRAINED = "actor.mtp.loss_coefficient=0.0", "actor.mtp.loss_coefficient=0.3"
+
+
 @pytest.mark.exhaustive
-def test_prediction_layer_survives_a_round_trip(latent, latent_reference, tmp_path):
+@pytest.mark.parametrize("key", [KEPT, TRAINED])
+def test_prediction_layer_survives_a_round_trip(latent, latent_reference, tmp_path, key):
     model = add_mtp_layer(shutil.copytree(latent, tmp_path / "model"))
-    layouts, keys = PAIRS_WITH_LATENT_ATTENTION["TP2, EP2, ETP1 and PP2"], "actor.mtp.loss_coefficient=0.0"
-    check_round_trip(model, latent_reference, tmp_path, layouts, keys)
+    check_round_trip(model, latent_reference, tmp_path, PAIRS_WITH_LATENT_ATTENTION["TP2, EP2, ETP1 and PP2"], key)
 
 
 @pytest.mark.exhaustive
-def test_separate_prediction_layer_survives_a_round_trip(recurrent, tmp_path):
+@pytest.mark.parametrize("key", [KEPT, TRAINED])
+def test_separate_prediction_layer_survives_a_round_trip(recurrent, tmp_path, key):
     model = add_mtp_layer(shutil.copytree(recurrent, tmp_path / "model"))
-    layouts, keys = PAIRS_WITH_DELTA_NETS["PP2, EP2 and TP2, SP"], "actor.mtp.loss_coefficient=0.0"
-    check_round_trip(model, None, tmp_path, layouts, keys)
+    check_round_trip(model, None, tmp_path, PAIRS_WITH_DELTA_NETS["PP2, EP2 and TP2, SP"], key)
 
 
 def test_decays_stay_float32_in_a_bfloat16_run(recurrent, tmp_path):

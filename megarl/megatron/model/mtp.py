@@ -100,7 +100,7 @@ class MtpLayer(MegatronModule):
 
 
 class MtpBlock(MegatronModule):
-    """The model's MTP layers. Of several layers, only the first could be trained.
+    """The model's MTP layers, of which there is one in all supported models.
 
     Attributes:
         embedding: [V / tp, h], the rows of the model's embedding on this rank, available within `shared_embedding`.
@@ -113,7 +113,7 @@ class MtpBlock(MegatronModule):
         config.mtp_num_layers = shape.mtp_layers
         super().__init__(config)
         self.layers = torch.nn.ModuleList([MtpLayer(config, shape, fused) for _ in range(shape.mtp_layers)])
-        for parameter in self.parameters():  # so that the policy's gradient is clipped by its own norm
+        for parameter in self.parameters():  # clip the policy's gradient by its own norm
             setattr(parameter, GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP)
 
     @property
@@ -165,8 +165,8 @@ def has_trained_mtp(chunks: Sequence[DistributedDataParallel]) -> bool:
 
 @contextmanager
 def shared_embedding(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Return a context manager within which the last stage has the first stage's embedding. Collective; the parameters
-    must be complete."""
+    """Return a context manager within which the last stage has a copy of the first stage's embedding. Collective over
+    all ranks. The parameters must be complete."""
     first, last = model_of(chunks[0]), model_of(chunks[-1])
     weight = first.embedding.word_embeddings.weight.detach() if parallel.is_first_stage(None) else None
     block = mtp_of(last) if parallel.is_last_stage(None) else None
