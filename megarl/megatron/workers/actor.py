@@ -98,12 +98,11 @@ class ActorWorker(TrainerWorker):
             return configured_preference_loss(algorithm.objective, tolerance, has_moved=has_moved)
         return configured_imitation_loss(algorithm.objective)
 
-    def update(self, batch: LocalBatch) -> dict[str, Metric]:
+    def _gradient_context(self) -> AbstractContextManager[None]:
         if not self._config.actor.mtp.is_trained:
-            return super().update(batch)
+            return nullcontext()
         self._complete_parameters()
-        with shared_embedding(self.chunks):
-            return super().update(batch)
+        return shared_embedding(self.chunks)
 
     def _take_rounding_metrics(self) -> dict[str, Metric]:
         """Return the fraction of parameter elements that the updates changed. Only these change in the engines. The

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -173,8 +174,10 @@ class TrainerWorker(ModelWorker, ABC):
         optimizer = self._settings.optimizer
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
         set_rates(self.optimizer, rate, optimizer.weight_decay)
-        biases, self._is_complete = RouterBiases(self.chunks), False
-        sums = self._accumulate_gradients(self.chunks, self.loss, batches)
+        biases, context = RouterBiases(self.chunks), self._gradient_context()
+        self._is_complete = False
+        with context:
+            sums = self._accumulate_gradients(self.chunks, self.loss, batches)
         routes = self._route_metrics()
         self._loss_scale.unscale_gradients()
         grad_norm, additional = self._apply_gradients(batches, sums)
@@ -197,6 +200,10 @@ class TrainerWorker(ModelWorker, ABC):
             return metrics
         metrics |= {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
         return merge(map(read, sums)) | routes | metrics | additional
+
+    def _gradient_context(self) -> AbstractContextManager[None]:
+        """Return a context manager for the computation of gradients. Collective over all ranks."""
+        return nullcontext()
 
     def _route_metrics(self) -> dict[str, Metric]:
         return route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
