@@ -158,7 +158,7 @@ test-sandbox: $(DONE)
 # machines, and mostly waits.
 test-cluster: $(DONE)
 	$(CLUSTER_PACKAGES)
-	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=4 $(BY_FILE) --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=3 $(BY_FILE) --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
 
 # Tests pages in a browser. Requires root if Chromium is not installed. SCREENSHOTS=FOLDER saves screenshots.
 test-browser: $(DONE)
