@@ -8,7 +8,9 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import torch
@@ -23,35 +25,57 @@ from tests.timing import RANKS_S, WAIT_S
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Call function(store, rank, *args, **kwargs) on all ranks. Return the results by rank or raise the first error."""
+    """Call function(store, rank, *args, **kwargs) on all ranks. Return the results by rank, or raise the first error:
+    the others only report that a connection was closed. Processes stay alive until all ranks have finished, because
+    their last collective may still be running."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        ranks = [
-            context.Process(target=_rank, args=(sender, path, rank, world_size, function, args, kwargs))
-            for rank, (_, sender) in enumerate(pipes)
-        ]
-        for process in ranks:
-            process.start()
+        receivers, results = {}, {}
+        finished = context.Event()
+        ranks = []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            inputs = (sender, finished, path, rank, world_size, function, args, kwargs)
+            ranks.append(context.Process(target=_rank, args=inputs))
+            ranks[-1].start()
+            sender.close()  # the pipe then ends with the process
+            receivers[receiver] = rank
         try:
-            return [_receive(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
+            while receivers:
+                answered = wait([*receivers], timeout=RANKS_S)
+                assert answered, f"ranks {sorted(receivers.values())} did not answer within {RANKS_S} s"
+                for receiver in answered:
+                    rank = receivers.pop(receiver)
+                    results[rank] = _receive(rank, ranks[rank], receiver)
         finally:
+            finished.set()
             for process in ranks:
                 process.join(timeout=WAIT_S)
                 process.kill()
+        return [results[rank] for rank in range(world_size)]
 
 
-def _receive(rank: int, receiver: Connection) -> Any:
-    assert receiver.poll(RANKS_S), f"rank {rank} did not answer within {RANKS_S} s"
-    succeeded, result = pickle.loads(receiver.recv_bytes())
+def _receive(rank: int, process: BaseProcess, receiver: Connection) -> Any:
+    try:
+        succeeded, result = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        process.join(timeout=WAIT_S)
+        raise AssertionError(f"rank {rank} ended without an answer: exit code {process.exitcode}") from None
     if not succeeded:
         raise AssertionError(f"rank {rank} failed:\n{result}")
     return result
 
 
 def _rank(
-    sender: Connection, path: str, rank: int, world_size: int, function: Callable, args: tuple, kwargs: dict
+    sender: Connection,
+    finished: Event,
+    path: str,
+    rank: int,
+    world_size: int,
+    function: Callable,
+    args: tuple,
+    kwargs: dict,
 ) -> None:
     torch.set_num_threads(1)
     try:
@@ -59,5 +83,6 @@ def _rank(
     except BaseException:
         outcome = (False, traceback.format_exc())
     sender.send_bytes(pickle.dumps(outcome))  # a plain pickle: torch's shared memory would vanish with this process
-    sender.close()
+    if outcome[0]:
+        finished.wait(RANKS_S)
     os._exit(0)  # skip the exit handlers inherited from the parent
