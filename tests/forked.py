@@ -9,7 +9,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from typing import Any
 
@@ -21,13 +20,15 @@ import megarl.megatron.workers.classifier
 import megarl.megatron.workers.critic
 import megarl.megatron.workers.implicit_reward
 import megarl.megatron.workers.reward_model  # noqa: F401  imported once for all ranks
-from tests.timing import RANKS_S, WAIT_S
+from tests.timing import QUIET_S, RANKS_S, WAIT_S
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Call function(store, rank, *args, **kwargs) on all ranks. Return the results by rank, or raise the first error:
-    the others only report that a connection was closed. Processes stay alive until all ranks have finished, because
-    their last collective may still be running."""
+    """Call function(store, rank, *args, **kwargs) on all ranks and return the results by rank.
+
+    Raise all errors if a rank fails, the cause first: the other ranks only report a closed connection. Each process
+    stays alive until all ranks have finished, because their last collective may still be running.
+    """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")
@@ -41,30 +42,30 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwarg
             ranks[-1].start()
             sender.close()  # the pipe then ends with the process
             receivers[receiver] = rank
+        failures = []
         try:
             while receivers:
-                answered = wait([*receivers], timeout=RANKS_S)
-                assert answered, f"ranks {sorted(receivers.values())} did not answer within {RANKS_S} s"
+                answered = wait([*receivers], timeout=QUIET_S if failures else RANKS_S)
+                if not answered:
+                    assert failures, f"ranks {sorted(receivers.values())} did not answer within {RANKS_S} s"
+                    break  # others wait for the failed rank
                 for receiver in answered:
                     rank = receivers.pop(receiver)
-                    results[rank] = _receive(rank, ranks[rank], receiver)
+                    try:
+                        succeeded, results[rank] = pickle.loads(receiver.recv_bytes())
+                    except EOFError:  # a killed process closes its connections before this pipe
+                        ranks[rank].join(timeout=WAIT_S)
+                        failures.insert(0, f"rank {rank} ended with exit code {ranks[rank].exitcode}")
+                        continue
+                    if not succeeded:
+                        failures.append(f"rank {rank} failed:\n{results[rank]}")
         finally:
             finished.set()
             for process in ranks:
-                process.join(timeout=WAIT_S)
+                process.join(timeout=0 if failures else WAIT_S)
                 process.kill()
+        assert not failures, "\n".join(failures)
         return [results[rank] for rank in range(world_size)]
-
-
-def _receive(rank: int, process: BaseProcess, receiver: Connection) -> Any:
-    try:
-        succeeded, result = pickle.loads(receiver.recv_bytes())
-    except EOFError:
-        process.join(timeout=WAIT_S)
-        raise AssertionError(f"rank {rank} ended without an answer: exit code {process.exitcode}") from None
-    if not succeeded:
-        raise AssertionError(f"rank {rank} failed:\n{result}")
-    return result
 
 
 def _rank(
