@@ -25,7 +25,7 @@ from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous
 from megarl.cluster.object_store import FLOOR_MIB, object_store_mib
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
-from megarl.cluster.services import disable_unused_services
+from megarl.cluster.services import STARTS, adapt_node
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.scratch import ray_folder
 from megarl.cluster.supervision.watchdog import Watchdog
@@ -84,7 +84,7 @@ class Session:
             RAY_AUTH_TOKEN=secrets.token_hex(32),  # otherwise Ray keeps a token in the home folder
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
         )
-        disable_unused_services()
+        adapt_node()
         if config.cluster.nodes > 1:
             address = own_address(config.cluster.interface)
             print(f"node {own_name()}: {address} ({interface_of(address)})", flush=True)
@@ -95,24 +95,29 @@ class Session:
         os.environ.update(socket_environment(address))
         terminate = signal.getsignal(signal.SIGTERM)
         store_bytes = object_store_bytes(config, routed)
-        ray.init(
-            address="local",
-            num_cpus=usable_cores(),
-            object_store_memory=store_bytes,
-            object_spilling_directory=str(scratch / "spilled"),
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=str(ray_folder(scratch)),
-            _node_ip_address=address,
-            # Ray's workers run at low priority by default, but here they do the main work.
-            _system_config=HEALTH_CHECKS
-            | {
-                "worker_niceness": 0,
-                "max_direct_call_object_size": MAX_INLINE_BYTES,
-                "enable_metrics_collection": False,
-            },
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=usable_cores(),
+                object_store_memory=store_bytes,
+                object_spilling_directory=str(scratch / "spilled"),
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=str(ray_folder(scratch)),
+                _node_ip_address=address,
+                # Ray's workers run at low priority by default, but here they do the main work.
+                _system_config=HEALTH_CHECKS
+                | {
+                    "worker_niceness": 0,
+                    "max_direct_call_object_size": MAX_INLINE_BYTES,
+                    "enable_metrics_collection": False,
+                },
+            )
+        except Exception as error:  # Ray has no class of its own for this
+            raise RunFailure(
+                f"Ray did not start on node {own_name()} in {STARTS} attempts: {error} Fix: reduce the load on it"
+            ) from error
         # Replace Ray's handler, which prints a stack trace and skips all cleanup.
         signal.signal(signal.SIGTERM, terminate)
         self._watchdog = Watchdog()
