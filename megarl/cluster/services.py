@@ -38,10 +38,10 @@ def _started_again(start: Any) -> Any:
             try:
                 return start(node, copy.deepcopy(ray_params), *args, **kwargs)
             except Exception as error:
+                node.kill_all_processes(check_alive=False, wait=True)
                 if number == STARTS:
                     raise
                 print(f"Ray did not start on this node, trying again: {error}", flush=True)
-                node.kill_all_processes(check_alive=False, wait=True)
                 vars(node).clear()
 
     return attempt

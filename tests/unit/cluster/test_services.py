@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import ray._private.services
 
 from megarl.cluster.services import STARTS
 from megarl.cluster.session import Session
-from megarl.cluster.supervision.scratch import make_scratch, remove_scratch
 from megarl.config.load import load
 from megarl.core.errors import RunFailure
 from tests.paths import QUICKSTART
@@ -27,10 +27,10 @@ def answer() -> int:
     return 42
 
 
-def start(sender: Any, num_late: int, logs: Path) -> None:
+def start(sender: Any, num_late: int, logs: Path, scratch: Path) -> None:
     """Start a session in which Ray is late `num_late` times. Send a task's result or the error, and the names of the
     processes then."""
-    scratch, find, asked = make_scratch(), ray._private.services.get_node, []
+    find, asked = ray._private.services.get_node, []
 
     def find_late(*args: Any) -> Any:
         asked.append(args)
@@ -45,22 +45,22 @@ def start(sender: Any, num_late: int, logs: Path) -> None:
             sender.send((outcome, [child.name() for child in psutil.Process().children()]))
     except RunFailure as failure:
         sender.send((str(failure), []))
-    finally:
-        remove_scratch(scratch)
 
 
 def started(num_late: int, logs: Path) -> tuple[Any, list[str]]:
     context = multiprocessing.get_context("spawn")  # a session changes Ray in its process
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=start, args=(sender, num_late, logs))
-    process.start()
-    sender.close()
-    try:
-        assert receiver.poll(WAIT_S)
-        return receiver.recv()
-    finally:
-        process.join(timeout=WAIT_S)
-        process.kill()
+    # Paths of sockets in tmp_path would be too long. Ray's processes may outlive a failed session for a moment.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        process = context.Process(target=start, args=(sender, num_late, logs, Path(scratch)))
+        process.start()
+        sender.close()
+        try:
+            assert receiver.poll(WAIT_S)
+            return receiver.recv()
+        finally:
+            process.join(timeout=WAIT_S)
+            process.kill()
 
 
 def test_late_ray_starts_again(tmp_path):
