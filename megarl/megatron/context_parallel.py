@@ -64,7 +64,7 @@ def context_shares(batch: TokenBatch, splits_documents: bool) -> ContextShares:
 
 
 def consecutive_shares(num_tokens: int) -> ContextShares:
-    """Return shares of consecutive tokens. The number of tokens must be a multiple of 2 · cp."""
+    """Return shares of consecutive tokens. The number of tokens must be a multiple of cp."""
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     return ContextShares(torch.arange(num_tokens).view(size, -1), rank)
 

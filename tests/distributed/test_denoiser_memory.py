@@ -111,7 +111,7 @@ def test_closed_form_matches_measured_memory(tmp_path, case):
 @pytest.mark.parametrize("case", exhaustive_but(list(CASES)[:5], "bfloat16"))
 def test_closed_form_of_stable_diffusion_3_matches_measured_memory(tmp_path, case):
     """The position embedding is a parameter without gradient. Images are 89 % of the tokens, but the form counts the
-    second attention for all, and keeps cosines and sines of a rotary embedding."""
+    second attention for all."""
     dtype, axes, recompute = CASES[case]
     keys = f"actor.layout={{{axes}}}", f"model.dtype={dtype}", f"actor.recompute={recompute}"
     config = config_of(tmp_path, "actor.overlap_communication=false", *keys)

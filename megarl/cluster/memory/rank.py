@@ -259,12 +259,14 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
     """Return the bytes per token in attention, with q query rows, k key rows and head dimension d.
 
     (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output projection;
-                                      cosines and sines; the kernel's log-sum-exp
+                                      cosines and sines, but not in denoisers; the kernel's log-sum-exp
     (2q + 2k) · b + heads · 4         query and key norms, if the model has them: the queries, the first projection's
                                       output (the keys are a view of it), and the scales
     heads · (b + 4)                   sinks, if the model has them: the keys' share of the softmax in two dtypes
     """
-    rows = (3 * shape.query + 2 * shape.key * layout.cp) / layout.tp + 4 * shape.head_dim
+    rows = (3 * shape.query + 2 * shape.key * layout.cp) / layout.tp
+    if not isinstance(shape, DenoiserShape):
+        rows += 4 * shape.head_dim
     kept = rows * num_bytes + shape.heads / layout.tp * FLOAT32
     if shape.has_sinks:
         kept += shape.heads / layout.tp * (num_bytes + FLOAT32)

@@ -79,7 +79,7 @@ def _denoiser(shape: DenoiserShape) -> dict[str, Any]:
             activation_func=F.gelu,  # Megatron's fused kernel is the tanh approximation; see `build_chunks`
             hetereogenous_dist_checkpoint=True,  # only some layers have a second attention
         )
-    return dict(layernorm_epsilon=1e-5, gated_linear_unit=True, activation_func=F.silu, rotary_interleaved=True)
+    return dict(layernorm_epsilon=1e-5, gated_linear_unit=True, activation_func=F.silu)
 
 
 def _language_model(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:

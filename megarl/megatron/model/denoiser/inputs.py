@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megarl.core import device
 from megarl.core.latents import Conditioning
 from megarl.megatron import parallel
 from megarl.megatron.context_parallel import consecutive_shares
@@ -50,39 +49,32 @@ class DocumentStream(PackedSeqParams):
     Attributes:
         lengths: number of tokens in each document, including padding, with sum T.
         query_lengths: number of these tokens on this context-parallel rank.
-        angles: float32 [T, 1, 1, d], the rotation angle of each channel pair, repeated for both channels, in the order
-            in which Megatron splits them over context-parallel ranks; None without a rotary position embedding.
+        rotations: complex64 [T/cp, 1, d/2], the rotation of each pair of channels; None without a rotary position
+            embedding.
         document_numbers: int64, the index of each token's document, for the tokens on this rank. Filler has the index
             of the document before it.
     """
 
     lengths: tuple[int, ...] = ()
     query_lengths: tuple[int, ...] = ()
-    angles: torch.Tensor | None = None
+    rotations: torch.Tensor | None = None
     document_numbers: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor], sequence_parallel: bool, is_rotated: bool = True) -> DocumentStream:
-        """Build the stream of documents from their tokens' angles and the filler's; without rotation, only the lengths
-        of the parts matter."""
+        """Build the stream of documents from their tokens' rotations and the filler's; with `is_rotated=False`, only
+        the lengths of the parts matter."""
         lengths, target = tuple(map(len, parts)), parts[0].device
         numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         shares = consecutive_shares(len(numbers))
         numbers = numbers[shares.local]
         query_lengths = tuple(numbers.bincount(minlength=len(lengths)).tolist())
         numbers = numbers.clamp(max=len(lengths) - 2)
-        total = sum(lengths)
-        # With a single sequence, Megatron rotates the whole pack at once.
-        bounds = torch.tensor([0, total], dtype=torch.int32)
         return cls(
             "thd",
-            bounds,
-            bounds,
-            max_seqlen_q=total,
-            max_seqlen_kv=total,
             lengths=lengths,
             query_lengths=query_lengths,
-            angles=torch.cat([*parts])[device.send(shares.sequence, target)] if is_rotated else None,
+            rotations=parallel.context_part(torch.cat([*parts])) if is_rotated else None,
             document_numbers=(parallel.local_part(numbers) if sequence_parallel else numbers).to(target),
         )
 
@@ -92,7 +84,7 @@ class DenoiserInput:
     """The denoiser's input for one microbatch of D documents.
 
     The X image tokens and Y caption tokens include the padding of each document, which the document's tokens attend
-    to. Filler at the end makes X and Y multiples of 2 · cp, or 2 · cp · tp with sequence parallelism. It attends only
+    to. Filler at the end makes X and Y multiples of cp, or cp · tp with sequence parallelism. It attends only
     to itself, and its outputs are dropped.
 
     Attributes:
@@ -146,9 +138,9 @@ class ZImageInput(DenoiserInput):
         image_is_padding = [_is_padding(rows, length) for rows in patches]
         caption_is_padding = [_is_padding(d.caption.tokens, length) for d in documents]
         target = documents[0].latents.device
-        texts = [_rotary_angles(_caption_positions(len(rows)), shape).to(target) for rows in caption_is_padding]
+        texts = [_rotations(_caption_positions(len(rows)), shape).to(target) for rows in caption_is_padding]
         images = [
-            _rotary_angles(_image_positions(document.grid(shape.patch), len(rows), len(text)), shape).to(target)
+            _rotations(_image_positions(document.grid(shape.patch), len(rows), len(text)), shape).to(target)
             for document, rows, text in zip(documents, image_is_padding, texts, strict=True)
         ]
         multiple = token_multiple(sequence_parallel)
@@ -186,10 +178,9 @@ def patchify(latents: torch.Tensor, patch: int) -> torch.Tensor:
 
 
 def token_multiple(sequence_parallel: bool) -> int:
-    """Return the number whose multiples are valid pack lengths. Megatron's rotary embedding splits a context-parallel
-    rank's tokens into two halves."""
+    """Return the number whose multiples are valid pack lengths."""
     tensor_ranks = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1
-    return 2 * parallel_state.get_context_parallel_world_size() * tensor_ranks
+    return parallel_state.get_context_parallel_world_size() * tensor_ranks
 
 
 def filled(parts: Sequence[torch.Tensor], multiple: int) -> list[torch.Tensor]:
@@ -227,10 +218,11 @@ def _image_positions(grid: tuple[int, int], length: int, caption: int) -> torch.
     return F.pad(positions, (0, 0, 0, length - len(positions)))
 
 
-def _rotary_angles(positions: torch.Tensor, shape: ZImageShape) -> torch.Tensor:
-    """Return the angles for positions [L, 3], float32 [L, 1, 1, d], rounded as in diffusers."""
+def _rotations(positions: torch.Tensor, shape: ZImageShape) -> torch.Tensor:
+    """Return the rotations for positions [L, 3], complex64 [L, 1, d/2], rounded as in diffusers."""
     angles = [
         positions[:, axis, None] * (1 / shape.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim))
         for axis, dim in enumerate(shape.rotary_axes)
     ]
-    return torch.cat(angles, dim=-1).float().repeat_interleave(2, dim=-1)[:, None, None]
+    angles = torch.cat(angles, dim=-1).float()[:, None]
+    return torch.polar(torch.ones_like(angles), angles)

@@ -38,9 +38,18 @@ class FullAttention(torch.nn.Module):
         self.context_group = parallel.context_group()
 
     def forward(self, query, key, value, *_, packed_seq_params: DocumentStream, **__):
+        if packed_seq_params.rotations is not None:
+            query, key = (_rotated(x, packed_seq_params.rotations) for x in (query, key))
         key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
         lengths, query_lengths = packed_seq_params.lengths, packed_seq_params.query_lengths
         return full_attention(query, key, value, lengths, self.scale, query_lengths).flatten(1)
+
+
+def _rotated(heads: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of neighboring channels of [n, heads, d] in float32. Megatron's function takes several passes over
+    the heads, and keeps cosines and sines in every layer."""
+    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotations).flatten(-2).to(heads.dtype)
 
 
 Scaling = Callable[[torch.Tensor], torch.Tensor]
@@ -65,7 +74,6 @@ class SandwichLayer(TransformerLayer):
         hidden_states: torch.Tensor,
         *,
         context: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor,
         packed_seq_params: DocumentStream,
         **_,
     ):
@@ -79,7 +87,6 @@ class SandwichLayer(TransformerLayer):
         out, _ = self.self_attention(
             scale_attention(self.input_layernorm(hidden_states)),
             attention_mask=None,
-            rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
         )
         hidden_states = hidden_states + gate_attention(self.post_attention_layernorm(out))

@@ -73,4 +73,4 @@ class ZImage(Denoiser):
     def _run(
         self, stack: TransformerBlock, hidden: torch.Tensor | None, stream: DocumentStream, context: torch.Tensor | None
     ) -> torch.Tensor:
-        return stack(hidden, None, context=context, rotary_pos_emb=stream.angles, packed_seq_params=stream)
+        return stack(hidden, None, context=context, packed_seq_params=stream)
