@@ -18,7 +18,7 @@ from megarl.algorithms.transition import TransitionKind
 from megarl.config.algorithm_schema import Algorithm, Objective, Value
 from megarl.config.logprob_check_schema import Tolerance
 from megarl.config.model_schema import ImplicitReward
-from megarl.megatron import loss_metrics, losses
+from megarl.megatron import denoising_losses, loss_metrics, losses
 from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
 
@@ -80,12 +80,12 @@ def configured_denoising_loss(
         objective = partial(spec.loss, **algorithm.objective.options(spec.arguments))
         shared: dict[str, Any] = dict(kl_coefficient=kl_coefficient, has_moved=has_moved)
         metrics = partial(loss_metrics.velocity_metrics, kl_name=algorithm.kl_metric, **shared)
-        return Loss(partial(losses.velocity_loss, objective=objective, **shared), metrics)
+        return Loss(partial(denoising_losses.velocity_loss, objective=objective, **shared), metrics)
     options = _policy_options(algorithm, tolerance, kl_coefficient, has_moved, penalty)
     estimator = algorithm.kl.estimator
     assert estimator == "gaussian" or estimator == "velocity", f"{estimator} is not a KL of denoising steps"
     terms = partial(
-        losses.denoising_loss,
+        denoising_losses.denoising_loss,
         kind=denoising.kind,
         noise_level=denoising.noise_level,
         reduction=denoising.logprob,

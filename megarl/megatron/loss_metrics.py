@@ -13,7 +13,7 @@ from megarl.algorithms.policy_loss import ratio_of
 from megarl.core.row_batch import RowBatch
 from megarl.core.step_batch import StepBatch
 from megarl.core.token_batch import TokenBatch
-from megarl.megatron import losses
+from megarl.megatron import denoising_losses, losses
 from megarl.megatron.metric_sums import Sum, Sums, largest, mean, total
 
 
@@ -63,7 +63,7 @@ def policy_metrics(
 
 
 def velocity_metrics(
-    batch: StepBatch, terms: losses.VelocityTerms, *, has_moved: bool, kl_name: str, kl_coefficient: float
+    batch: StepBatch, terms: denoising_losses.VelocityTerms, *, has_moved: bool, kl_name: str, kl_coefficient: float
 ) -> Sums:
     """Return the metrics of an objective without log-probs. The arguments are as in `policy_metrics`."""
     sums = {"policy/loss": total(terms.loss)}

@@ -21,7 +21,8 @@ from megarl.core.metrics import merge, values
 from megarl.core.step_batch import StepBatch
 from megarl.megatron.advantages import mean_advantages, with_advantages
 from megarl.megatron.configured_losses import configured_denoising_loss
-from megarl.megatron.losses import Loss, PolicyTerms, VelocityTerms
+from megarl.megatron.denoising_losses import VelocityTerms
+from megarl.megatron.losses import Loss, PolicyTerms
 from megarl.megatron.metric_sums import read
 from tests.closeness import relative_error
 from tests.paths import BASE, ROOT
