@@ -76,7 +76,7 @@ class Case:
     Attributes:
         batch: number of images, or of denoising steps, in a forward pass of the plain loops; each has two branches.
         budget: megarl's tokens_per_microbatch.
-        times: number of measurements after a warm-up.
+        times: number of processes that measure it.
     """
 
     folder: Path
@@ -104,15 +104,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
-    """Measure each side in a process of its own, and its memory in another one, because returning freed memory is slow.
-    The fastest batch of the plain loops counts."""
+    """Measure each side in processes of its own, alternately, because the machine's speed drifts, and its memory in
+    another one, because returning freed memory is slow. The fastest batch of the plain loops counts."""
     samples = in_new_process(sampled, case)
     found: dict[str, Any] = {"caption_tokens": [len(sample.embedding.tokens) for sample in samples]}
     # An update needs the transformer's weights, their gradients and Adam's state.
     state_bytes = {"rollout": weight_bytes(case.folder), "update": 4 * weight_bytes(case.folder / "transformer")}
     for what, own, plain in (("rollout", rollout, plain_rollout), ("update", update, plain_update)):
-        megarl = in_new_process(speed, own, case, samples)
-        others = [in_new_process(speed, plain, replace(case, batch=size), samples) for size in batches]
+        sides = [(own, case), *((plain, replace(case, batch=size)) for size in batches)]
+        seconds: list[list[float]] = [[] for _ in sides]
+        for _ in range(case.times):
+            for times, (prepare, part) in zip(seconds, sides, strict=True):
+                times.append(in_new_process(speed, prepare, part, samples))
+        measured = [{"seconds": times, "batch": part.batch} for times, (_, part) in zip(seconds, sides, strict=True)]
+        megarl, *others = measured
         others.sort(key=lambda side: median(side["seconds"]))
         os.environ |= RETURN_FREED_MEMORY
         for side, prepare in ((megarl, own), (others[0], plain)):
@@ -133,12 +138,12 @@ def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
 Prepare = Callable[["Case", Sequence[LatentSample]], Work]
 
 
-def speed(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> dict[str, Any]:
-    """Return the seconds of each measurement."""
+def speed(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> float:
+    """Return the seconds of the faster of two calls after a warm-up."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     work = prepare(case, samples)
     work()  # fills caches and memory pools
-    return {"seconds": timed(work, case.times), "batch": case.batch}
+    return min(timed(work, 2))
 
 
 def memory(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> int:
@@ -269,7 +274,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         option("--images", type=int, default=16, help="images of a step, each with two trained steps (%(default)s)"),
-        option("--times", type=int, default=3, help="measurements of each side after a warm-up (%(default)s)"),
+        option("--times", type=int, default=3, help="processes that measure each side (%(default)s)"),
         option("--tokens", type=int, default=4096, help="megarl's tokens per microbatch (%(default)s)"),
         option("--batch", type=int, nargs="+", default=[4, 8], help="images in a batch of the plain loops (4 8)"),
     )
