@@ -21,6 +21,9 @@ from tests.children import Children
 settings.register_profile("megarl", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("megarl")
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background job; tests interrupt their children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="I/N", help="run every Nth selected test or unit, starting at the Ith (from 0)")
