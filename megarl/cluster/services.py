@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
+import ray._private.services
 import ray._private.utils
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
-STARTS = 3
-"""How often a node tries to start Ray. Ray stops waiting for its processes after 30 s, which it has no option for and
-which a busy node exceeds."""
+STARTS, START_S = 3, 300.0
+"""How often a node tries to start Ray, and for how many seconds each time. Ray itself gives up after 30 s, which it has
+no option for and which a busy node exceeds. Ray's main process may also give up on another one and exit."""
 
 
 def adapt_node() -> None:
@@ -32,19 +34,40 @@ def _disable_unused_services() -> None:
 
 def _started_again(start: Any) -> Any:
     """Return Node.__init__ with up to STARTS attempts."""
+    find = ray._private.services.get_node
 
     def attempt(node: Node, ray_params: RayParams, *args: Any, **kwargs: Any) -> None:
         for number in range(1, STARTS + 1):
+            ray._private.services.get_node = _awaited(find, node)
             try:
                 return start(node, copy.deepcopy(ray_params), *args, **kwargs)
             except Exception as error:
-                node.kill_all_processes(check_alive=False, wait=True)
+                node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)  # it ends its agents
                 if number == STARTS:
                     raise
                 print(f"Ray did not start on this node, trying again: {error}", flush=True)
                 vars(node).clear()
+            finally:
+                ray._private.services.get_node = find
 
     return attempt
+
+
+def _awaited(find: Any, node: Node) -> Any:
+    """Return the function that finds the started node, which then waits while the node's main process runs."""
+
+    def wait(*args: Any) -> Any:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                return find(*args)
+            except RuntimeError:
+                raylets = node.all_processes["raylet"]
+                if time.monotonic() > deadline or any(raylet.process.poll() is not None for raylet in raylets):
+                    raise
+            time.sleep(0.1)
+
+    return wait
 
 
 if __name__ == "__main__":

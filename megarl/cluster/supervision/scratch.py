@@ -54,9 +54,21 @@ def make_scratch() -> Path:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove a scratch folder and its contents, unless it is gone and another user has taken its name."""
+    """Remove a scratch folder and its contents, unless it is gone and another user has taken its name. The lock file is
+    removed last, and only if nothing else is left: without it, no later run could remove the folder."""
     with suppress(OSError, Untrusted), private_folder(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in _contents(folder):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if not _contents(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _contents(folder: Path) -> list[Path]:
+    """Return the contents of a scratch folder except its lock file, under either of its names."""
+    return [path for path in folder.iterdir() if path.name not in (LOCK, f".{LOCK}")]
 
 
 def sweep() -> None:
@@ -84,6 +96,15 @@ def _sweep(folder: Path) -> str | None:
     except BlockingIOError:
         return None  # its run has not ended
     except OSError as error:
-        # A different run may have removed the folder at the same time.
-        return f"{Path(error.filename).name}: {error.strerror}" if os.path.lexists(folder) else None
+        return None if _is_gone(folder) else f"{Path(error.filename).name}: {error.strerror}"
     return None
+
+
+def _is_gone(folder: Path) -> bool:
+    """Return whether a folder does not exist or is empty, because a run is creating or removing it at the same time."""
+    try:
+        return not _contents(folder)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import psutil
 import pytest
 import ray
+import ray._private.node
 import ray._private.services
 
 from megarl.cluster.services import STARTS
@@ -17,28 +21,37 @@ from megarl.cluster.session import Session
 from megarl.config.load import load
 from megarl.core.errors import RunFailure
 from tests.paths import QUICKSTART
-from tests.timing import WAIT_S
+from tests.timing import START_S, WAIT_S
 
 pytestmark = pytest.mark.slow
-LATE = "The current node timed out during startup."
+Late = Literal["once", "dies", "always"]
+FAILURE = "no such node"
 
 
 def answer() -> int:
     return 42
 
 
-def start(sender: Any, num_late: int, logs: Path, scratch: Path) -> None:
-    """Start a session in which Ray is late `num_late` times. Send a task's result or the error, and the names of the
-    processes then."""
+def start(sender: Any, late: Late, logs: Path, scratch: Path) -> None:
+    """Start a session in which Ray's main process registers after Ray's limit, dies the first time, or never registers.
+    Send a task's result or the error, and the names of the processes then."""
     find, asked = ray._private.services.get_node, []
 
     def find_late(*args: Any) -> Any:
         asked.append(args)
-        if len(asked) <= num_late:
-            raise TimeoutError(LATE)
+        if late == "always":
+            raise ValueError(FAILURE)
+        if late == "dies" and len(asked) == 1:
+            [raylet] = [child for child in psutil.Process().children() if child.name() == "raylet"]
+            for process in (*raylet.children(recursive=True), raylet):
+                process.kill()
+        if len(asked) <= 3:
+            raise RuntimeError(FAILURE)
         return find(*args)
 
     ray._private.services.get_node = find_late
+    clock = itertools.count(step=31)  # each look takes longer than Ray waits
+    ray._private.node.time = SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep, time=time.time)
     try:
         with Session(load(QUICKSTART), logs, scratch):
             outcome = ray.get(ray.remote(answer).remote(), timeout=WAIT_S)
@@ -47,28 +60,36 @@ def start(sender: Any, num_late: int, logs: Path, scratch: Path) -> None:
         sender.send((str(failure), []))
 
 
-def started(num_late: int, logs: Path) -> tuple[Any, list[str]]:
+def started(late: Late, logs: Path) -> tuple[Any, list[str]]:
     context = multiprocessing.get_context("spawn")  # a session changes Ray in its process
     receiver, sender = context.Pipe(duplex=False)
     # Paths of sockets in tmp_path would be too long. Ray's processes may outlive a failed session for a moment.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        process = context.Process(target=start, args=(sender, num_late, logs, Path(scratch)))
+        process = context.Process(target=start, args=(sender, late, logs, Path(scratch)))
         process.start()
         sender.close()
         try:
-            assert receiver.poll(WAIT_S)
+            assert receiver.poll(START_S)
             return receiver.recv()
         finally:
             process.join(timeout=WAIT_S)
             process.kill()
 
 
-def test_late_ray_starts_again(tmp_path):
-    outcome, names = started(STARTS - 1, tmp_path)
+def test_late_ray_is_awaited(tmp_path):
+    """Ray itself would have given up in all attempts."""
+    outcome, names = started("once", tmp_path)
     assert outcome == 42
     assert names.count("raylet") == names.count("gcs_server") == 1
 
 
+def test_ray_that_dies_starts_again(tmp_path, capfd):
+    outcome, names = started("dies", tmp_path)
+    assert outcome == 42
+    assert names.count("raylet") == names.count("gcs_server") == 1
+    assert "trying again" in capfd.readouterr().out
+
+
 def test_ray_that_never_starts_ends_the_run(tmp_path):
-    outcome, _ = started(STARTS, tmp_path)
-    assert f"in {STARTS} attempts: {LATE} Fix: " in outcome
+    outcome, _ = started("always", tmp_path)
+    assert f"in {STARTS} attempts: {FAILURE} Fix: " in outcome

@@ -151,9 +151,22 @@ def test_folder_without_lock_is_skipped(tmp_path: Path, capsys: pytest.CaptureFi
     assert_skipped(folder, "lock: No such file or directory", capsys)
 
 
+def test_plain_file_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "megarl-abcd_123").touch()
+    sweep()
+    assert file.is_file() and "(megarl-abcd_123: Not a directory)" in capsys.readouterr().out
+
+
+def test_folder_that_is_being_created_or_removed_is_not_mentioned(tmp_path: Path, capsys) -> None:
+    (tmp_path / "megarl-abcd_123").mkdir(mode=0o700)
+    sweep()
+    assert (tmp_path / "megarl-abcd_123").is_dir() and not capsys.readouterr().out
+
+
 def test_one_line_names_at_most_three_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(9):
-        (tmp_path / f"megarl-abcd_12{number}").mkdir(mode=0o700)
+        (folder := tmp_path / f"megarl-abcd_12{number}").mkdir(mode=0o700)
+        (folder / "file").touch()
     for name in ("megarl-notes", "megarl-\x1b[31mevil", "megarl-a\nb_12345"):  # not named like scratch folders
         (tmp_path / name).mkdir()
     sweep()

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.cluster.supervision import scratch, segments
-from megarl.cluster.supervision.scratch import make_scratch, sweep
+from megarl.cluster.supervision.scratch import make_scratch, remove_scratch, sweep
 from tests.timing import HANG_S, wait_until
 
 
@@ -45,3 +47,23 @@ def test_sweep_removes_only_leftovers_of_dead_runs(tmp_path: Path) -> None:
     sweep()
     assert sorted(tmp_path.iterdir()) == sorted([own, of_somebody_else])
     assert not list(Path("/dev/shm").glob("megarl-test-*"))
+
+
+def test_lock_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another process still writes into the folder, it keeps its lock file, with which a later run removes it."""
+    folder = make_scratch()
+    (folder / "inner").mkdir()
+    (folder / "file").touch()
+    remove = shutil.rmtree
+
+    def remove_late(path: Path, **options: Any) -> None:
+        if path == folder / "inner":
+            return
+        remove(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_late)
+        remove_scratch(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["inner", scratch.LOCK]
+    remove_scratch(folder)
+    assert not folder.exists()
