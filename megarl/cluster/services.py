@@ -12,12 +12,12 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 STARTS, START_S = 3, 300.0
-"""How often a node tries to start Ray, and for how many seconds each time. Ray itself gives up after 30 s, which it has
-no option for and which a busy node exceeds. Ray's main process may also give up on another one and exit."""
+"""How often a node tries to start Ray, and for how many seconds each time. Ray itself gives up after 30 s, too soon for
+a busy node, and has no option to change that. The raylet has similar limits for its agents, after which it exits."""
 
 
 def adapt_node() -> None:
-    """Make this process start Ray without its unused services, and more than once if Ray's processes are slow."""
+    """Make this process start Ray without unused services, and wait for Ray's processes on a busy node."""
     _disable_unused_services()
     Node.__init__ = _started_again(Node.__init__)
 
@@ -54,7 +54,7 @@ def _started_again(start: Any) -> Any:
 
 
 def _awaited(find: Any, node: Node) -> Any:
-    """Return the function that finds the started node, which then waits while the node's main process runs."""
+    """Return a version of `find` that waits for the node to register as long as its raylet is running."""
 
     def wait(*args: Any) -> Any:
         deadline = time.monotonic() + START_S

@@ -116,7 +116,8 @@ class Session:
             )
         except Exception as error:  # Ray has no class of its own for this
             raise RunFailure(
-                f"Ray did not start on node {own_name()} in {STARTS} attempts: {error} Fix: reduce the load on it"
+                f"Ray did not start on node {own_name()} in {STARTS} attempts: {error} Fix: correct this, or reduce "
+                "the node's load"
             ) from error
         # Replace Ray's handler, which prints a stack trace and skips all cleanup.
         signal.signal(signal.SIGTERM, terminate)

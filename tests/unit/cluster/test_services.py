@@ -33,8 +33,8 @@ def answer() -> int:
 
 
 def start(sender: Any, late: Late, logs: Path, scratch: Path) -> None:
-    """Start a session in which Ray's main process registers after Ray's limit, dies the first time, or never registers.
-    Send a task's result or the error, and the names of the processes then."""
+    """Start a session in which the raylet registers after Ray's limit, is killed once, or never registers. Send the
+    result of a task, or the error, and the names of this process's children."""
     find, asked = ray._private.services.get_node, []
 
     def find_late(*args: Any) -> Any:
@@ -63,7 +63,7 @@ def start(sender: Any, late: Late, logs: Path, scratch: Path) -> None:
 def started(late: Late, logs: Path) -> tuple[Any, list[str]]:
     context = multiprocessing.get_context("spawn")  # a session changes Ray in its process
     receiver, sender = context.Pipe(duplex=False)
-    # Paths of sockets in tmp_path would be too long. Ray's processes may outlive a failed session for a moment.
+    # Socket paths in tmp_path would be too long. Ray's processes may still write for a moment after a failed start.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         process = context.Process(target=start, args=(sender, late, logs, Path(scratch)))
         process.start()
@@ -77,7 +77,7 @@ def started(late: Late, logs: Path) -> tuple[Any, list[str]]:
 
 
 def test_late_ray_is_awaited(tmp_path):
-    """Ray itself would have given up in all attempts."""
+    """Without the wait, all attempts would have failed."""
     outcome, names = started("once", tmp_path)
     assert outcome == 42
     assert names.count("raylet") == names.count("gcs_server") == 1
