@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -84,11 +85,21 @@ def capability() -> tuple[int, int]:
 
 
 def claim(threads: int | None) -> None:
-    """Make the device this process's current device, and set the number of intra-op threads on the host."""
+    """Make the device the current device of this thread, and set its number of intra-op threads on the host."""
     if on_cuda():
         _torch().cuda.set_device(device())
     if threads is not None:
         _torch().set_num_threads(threads)
+
+
+def helper_thread(name: str) -> ThreadPoolExecutor:
+    """Return an executor with one thread, for tasks beside the computation of the main thread.
+
+    Each operator in it runs on a single core. If the thread had its own pool of OpenMP threads, there would be more
+    such threads than cores. OpenMP would then let all threads of the process sleep at the end of every operator instead
+    of spinning, which made an image model's update up to 1.2 times as long.
+    """
+    return ThreadPoolExecutor(1, name, initializer=claim, initargs=(1,))
 
 
 def use_expandable_segments() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -150,7 +150,7 @@ def schedule(
         for chunk in chunks:
             chunk.eval()
     gradients = torch.no_grad() if forward_only else nullcontext()
-    with gradients, ThreadPoolExecutor(max_workers=1, initializer=device.claim, initargs=(None,)) as thread:
+    with gradients, device.helper_thread("inputs") as thread:
         inputs = _Inputs(prepare, thread)
         yield partial(
             get_forward_backward_func(),

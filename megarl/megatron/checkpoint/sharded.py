@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
+from megarl.core import device
 from megarl.core.checkpoint import FileRecord, seal, write_note
 from megarl.core.errors import UserError
 from megarl.core.files import DISK_FULL, DISK_S, full_disk, is_full, is_plain, retry_when_full, shown
@@ -68,7 +69,7 @@ class Saving:
 
     def __init__(self, folder: Path, request: AsyncRequest):
         self._folder = folder
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = device.helper_thread("checkpoint")
         write = request.async_fn  # holds the only references to the copies
         assert write is not None, "the request writes nothing"
         self._written: Future[list[FileRecord]] = self._thread.submit(_write, folder, write, dist.get_rank())

@@ -91,3 +91,14 @@ def test_segments_expand_on_gpu_unless_the_environment_decides(monkeypatch, on_g
         monkeypatch.setenv(variable, "max_split_size_mb:128")
     device.use_expandable_segments()
     assert settings == (["expandable_segments:True"] if on_gpu and variable is None else [])
+
+
+def test_helper_thread_computes_on_one_core() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with device.helper_thread("helper") as helper:
+            assert helper.submit(torch.get_num_threads).result() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
