@@ -9,19 +9,30 @@ from tests.closeness import relative_error
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SWIGLU_SHAPES = [(1, 1), (7, 1, 17), (5, 40), (0, 4)]
+SWIGLU_CLAMPS = [None, (1.5, 2.0)]
 ROTATIONS = [(2, 8, 8, 1.0), (5, 12, 12, 1.5), (9, 16, 6, 1.0)]
 """Number of heads, channels, rotated channels, and the factor of cosines and sines."""
 
 
-def check_swiglu(dtype: torch.dtype, shape: tuple[int, ...], device: str = "cpu") -> None:
+def check_swiglu(
+    dtype: torch.dtype, shape: tuple[int, ...], clamp: swiglu_triton.Clamp | None, device: str = "cpu"
+) -> None:
+    """With `clamp`, channels exceed the limit, and some are exactly at it."""
     torch.manual_seed(0)
-    gate_and_up = torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype).to(device)
+    gate_and_up = 2 * torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype).to(device)
     gradient = torch.randn(shape).to(dtype).to(device)
-    exact = gate_and_up.double().requires_grad_()
-    gate, up = exact.chunk(2, -1)
-    expected = F.silu(gate) * up
+    if clamp is None:
+        exact = gate_and_up.double().requires_grad_()
+        gate, up = exact.chunk(2, -1)
+        expected = F.silu(gate) * up
+    else:
+        alpha, limit = clamp
+        gate_and_up[..., :1], gate_and_up[..., 1:2] = limit, -limit
+        exact = gate_and_up.double().requires_grad_()
+        gate, up = exact[..., ::2].clamp(max=limit), exact[..., 1::2].clamp(-limit, limit)
+        expected = (up + 1) * gate * torch.sigmoid(alpha * gate)
     expected.backward(gradient.double())
-    actual = swiglu_triton.forward(gate_and_up), swiglu_triton.backward(gate_and_up, gradient)
+    actual = swiglu_triton.forward(gate_and_up, clamp), swiglu_triton.backward(gate_and_up, gradient, clamp)
     for ours, theirs in zip(actual, (expected.detach(), exact.grad), strict=True):
         assert ours.dtype is dtype and ours.shape == theirs.shape
         assert ours.numel() == 0 or relative_error(ours.double(), theirs) <= TOLERANCES[dtype]
@@ -48,10 +59,11 @@ def main() -> None:
     swiglu_triton.BLOCK, rotary_triton.HEADS = 16, 4
     for dtype in TOLERANCES:
         for shape in SWIGLU_SHAPES:
-            check_swiglu(dtype, shape)
+            for clamp in SWIGLU_CLAMPS:
+                check_swiglu(dtype, shape, clamp)
         for case in ROTATIONS:
             check_rotation(dtype, *case)
-        print(f"{dtype}: {len(SWIGLU_SHAPES)} + {len(ROTATIONS)} cases")
+        print(f"{dtype}: {len(SWIGLU_SHAPES) * len(SWIGLU_CLAMPS)} + {len(ROTATIONS)} cases")
 
 
 if __name__ == "__main__":

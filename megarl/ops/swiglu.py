@@ -51,12 +51,21 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_and_up):
         ctx.save_for_backward(gate_and_up)
+        if gate_and_up.is_cuda:
+            from megarl.ops import swiglu_triton
+
+            return swiglu_triton.forward(gate_and_up.contiguous(), (CLAMPED_ALPHA, CLAMPED_LIMIT))
         gate, up = _clamped(gate_and_up)
         return (gate * torch.sigmoid(gate * CLAMPED_ALPHA)).mul_(up.add_(1))
 
     @staticmethod
     def backward(ctx, *grad_outputs):
         [gradient], [gate_and_up] = grad_outputs, ctx.saved_tensors
+        if gate_and_up.is_cuda:
+            from megarl.ops import swiglu_triton
+
+            clamp = CLAMPED_ALPHA, CLAMPED_LIMIT
+            return swiglu_triton.backward(gate_and_up.contiguous(), gradient.contiguous(), clamp)
         gate, up = _clamped(gate_and_up)
         sigmoid = torch.sigmoid(gate * CLAMPED_ALPHA)
         both = torch.empty_like(gate_and_up)

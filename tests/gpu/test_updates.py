@@ -25,7 +25,7 @@ from tests.closeness import Expected, relative_error
 from tests.gpu.gpus import needs_gpus, run_on_gpus
 from tests.gpu.models import MODELS, write_model
 from tests.interpreted_head import CASES, check
-from tests.interpreted_layers import ROTATIONS, SWIGLU_SHAPES, check_rotation, check_swiglu
+from tests.interpreted_layers import ROTATIONS, SWIGLU_CLAMPS, SWIGLU_SHAPES, check_rotation, check_swiglu
 from tests.packing import documents
 from tests.parity import Outcome, RankResult, canonical, config_of, plain_training, random_groups, train
 
@@ -214,6 +214,7 @@ def test_head_kernels_equal_full_logits(dtype):
 )
 def test_layer_kernels_equal_plain_torch(dtype):
     for shape in SWIGLU_SHAPES:
-        check_swiglu(dtype, shape, device="cuda")
+        for clamp in SWIGLU_CLAMPS:
+            check_swiglu(dtype, shape, clamp, device="cuda")
     for case in ROTATIONS:
         check_rotation(dtype, *case, device="cuda")

@@ -15,11 +15,14 @@ from tests.paths import ROOT
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"gate_and_up", "gradient", "both", "out", "x"}
-CONSTANTS = {
-    swiglu_triton._forward: dict(block=swiglu_triton.BLOCK),
-    swiglu_triton._backward: dict(block=swiglu_triton.BLOCK),
-    rotary_triton._rotate: dict(direction=-1, heads_block=rotary_triton.HEADS, half_block=64, rest_block=0),
-}
+FACTORS = {"factor", "alpha", "limit"}
+CONSTANTS = [
+    (swiglu_triton._forward, dict(block=swiglu_triton.BLOCK, clamped=False)),
+    (swiglu_triton._forward, dict(block=swiglu_triton.BLOCK, clamped=True)),
+    (swiglu_triton._backward, dict(block=swiglu_triton.BLOCK, clamped=False)),
+    (swiglu_triton._backward, dict(block=swiglu_triton.BLOCK, clamped=True)),
+    (rotary_triton._rotate, dict(direction=-1, heads_block=rotary_triton.HEADS, half_block=64, rest_block=0)),
+]
 
 
 def test_kernels_equal_plain_torch():
@@ -28,7 +31,7 @@ def test_kernels_equal_plain_torch():
     variables = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["torch.float32: 4 + 3 cases", "torch.bfloat16: 4 + 3 cases"]
+    assert done.stdout.splitlines() == ["torch.float32: 8 + 3 cases", "torch.bfloat16: 8 + 3 cases"]
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -36,9 +39,9 @@ def test_kernels_equal_plain_torch():
 def test_kernels_compile_for_hopper(tmp_path, monkeypatch, dtype, rest):
     """`rest`: channels without a rotary embedding."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for kernel, constants in CONSTANTS.items():
+    for kernel, constants in CONSTANTS:
         constants = constants | ({"rest_block": rest} if "rest_block" in constants else {})
-        types = dict.fromkeys(POINTERS, f"*{dtype}") | {"angles": "*fp32", "factor": "fp32"}
+        types = dict.fromkeys(POINTERS, f"*{dtype}") | {"angles": "*fp32"} | dict.fromkeys(FACTORS, "fp32")
         types |= dict.fromkeys(constants, "constexpr")
         signature = {name: types.get(name, "i32") for name in kernel.arg_names}
         compiled = triton.compile(ASTSource(kernel, signature, constants), target=HOPPER)
