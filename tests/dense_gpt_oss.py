@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from megarl.models import huggingface, unsupported
+from megarl.models import families, huggingface, unsupported
 from tests.tiny_model import write_tiny_model
 
 NAME = "dense_gpt_oss"
@@ -52,10 +52,10 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
     AutoConfig.register(NAME, DenseConfig, exist_ok=True)
     AutoModelForCausalLM.register(DenseConfig, DenseGptOss, exist_ok=True)
     defaults = {"attention_bias": True, "layer_types": None, "sliding_window": 128}
-    monkeypatch.setitem(huggingface.FAMILIES, NAME, {**huggingface.FAMILIES["llama"], **defaults})
+    monkeypatch.setitem(families.FAMILIES, NAME, {**families.FAMILIES["llama"], **defaults})
     monkeypatch.setitem(unsupported._BIASES, NAME, ("attention_bias",))
-    for families in ("_WINDOWS", "_SINKS"):
-        monkeypatch.setattr(huggingface, families, (*getattr(huggingface, families), NAME))
+    for feature in ("_WINDOWS", "_SINKS"):
+        monkeypatch.setattr(huggingface, feature, (*getattr(huggingface, feature), NAME))
 
 
 def write(folder: Path, **changes: Any) -> Path:

@@ -11,8 +11,9 @@ import torch
 
 from megarl.core.completion import NO_ROUTE
 from megarl.core.sample import Sample
+from megarl.models.families import completed
 from megarl.models.folder import read_config
-from megarl.models.huggingface import completed, experts
+from megarl.models.huggingface import experts
 from tests.grpo_reference import GrpoReference
 
 

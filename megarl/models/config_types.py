@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.models.huggingface import FAMILIES
+from megarl.models.families import FAMILIES
 
 _COUNTS = {
     *("decoder_sparse_step", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),

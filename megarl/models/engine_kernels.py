@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.models.huggingface import completed, experts, latent_attention, rope_parameters
+from megarl.models.families import completed
+from megarl.models.huggingface import experts, latent_attention, rope_parameters
 from megarl.models.shape import ModelShape
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

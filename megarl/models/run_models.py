@@ -12,8 +12,9 @@ from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.denoiser import DenoiserShape, is_denoiser, pixels_per_latent
+from megarl.models.families import completed
 from megarl.models.folder import DRAFT_KEY, ModelNotLocal, read_config, read_local_config, resolve
-from megarl.models.huggingface import Experts, completed, experts, linear_attention, untrained_part
+from megarl.models.huggingface import Experts, experts, linear_attention, untrained_part
 from megarl.models.peft import check_adapter_config
 from megarl.models.rules import (
     check_critic_model,

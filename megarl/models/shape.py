@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from megarl.core.errors import UserError
 from megarl.models.classifier import score_head_of
+from megarl.models.families import completed
 from megarl.models.huggingface import (
     Experts,
     LatentAttention,
     LinearAttention,
     WindowedAttention,
-    completed,
     experts,
     has_sinks,
     kv_heads,

@@ -10,7 +10,8 @@ from typing import Any
 from megarl.cluster.object_store import num_ahead, sample_bytes
 from megarl.config.model_schema import Layout, Lora, Role, Trained
 from megarl.config.schema import Config
-from megarl.models.huggingface import completed, experts
+from megarl.models.families import completed
+from megarl.models.huggingface import experts
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.families.adapters import adapter_holder
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE

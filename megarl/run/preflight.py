@@ -42,8 +42,8 @@ from megarl.environments.registry import answer_check
 from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import try_rewards
 from megarl.models.denoiser import shape_of
+from megarl.models.families import completed
 from megarl.models.folder import read_config
-from megarl.models.huggingface import completed
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.trained_model import policy_hf_config

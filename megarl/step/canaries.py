@@ -18,8 +18,9 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import SampleRef
 from megarl.core.token_batch import Scoring
 from megarl.data.prompts import PromptSet
+from megarl.models.families import completed
 from megarl.models.folder import read_config
-from megarl.models.huggingface import completed, experts
+from megarl.models.huggingface import experts
 from megarl.models.tokenizer import load_tokenizer
 from megarl.resharding.verification import regions
 from megarl.rollout.engine import EngineInfo, SamplingRequest

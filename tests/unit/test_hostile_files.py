@@ -30,8 +30,8 @@ from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.environments.shipped import retrieval
 from megarl.launch.folder import Job, JobFolder
+from megarl.models.families import FAMILIES
 from megarl.models.folder import read_config
-from megarl.models.huggingface import FAMILIES
 from megarl.models.peft import check_adapter_config
 from megarl.models.rules import check_model
 from megarl.models.shape import ModelShape

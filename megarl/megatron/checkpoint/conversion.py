@@ -23,8 +23,9 @@ from megarl.megatron.checkpoint.source import COMMON, DESCRIPTION, open_checkpoi
 from megarl.megatron.checkpoint.writer import Entry, write_extents
 from megarl.models.classifier import score_head_of
 from megarl.models.denoiser import is_denoiser
+from megarl.models.families import completed
 from megarl.models.folder import read_config, resolve
-from megarl.models.huggingface import completed, untrained_part
+from megarl.models.huggingface import untrained_part
 from megarl.models.mtp import add_mtp, why_no_mtp
 from megarl.models.value_head import without_value_head
 from megarl.resharding.checkpoint import checkpoint_holder

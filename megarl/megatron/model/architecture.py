@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, shape_of
-from megarl.models.huggingface import completed, rope_parameters
+from megarl.models.families import completed
+from megarl.models.huggingface import rope_parameters
 from megarl.models.shape import ModelShape
 
 FORM = (

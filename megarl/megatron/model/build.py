@@ -31,7 +31,8 @@ from megarl.megatron.model.rope import fuse_rotation, set_rotary
 from megarl.megatron.overrides import build, checked, describe_settings
 from megarl.megatron.routes import install_routers
 from megarl.models.denoiser import shape_of
-from megarl.models.huggingface import completed, rope_parameters
+from megarl.models.families import completed
+from megarl.models.huggingface import rope_parameters
 from megarl.models.shape import ModelShape
 from megarl.ops.swiglu import clamped_swiglu, swiglu
 from megarl.resharding.families.adapters import is_factor

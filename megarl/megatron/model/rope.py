@@ -15,7 +15,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megarl.core import device
 from megarl.megatron.model.mtp import mtp_of
-from megarl.models.huggingface import completed, rope_parameters
+from megarl.models.families import completed
+from megarl.models.huggingface import rope_parameters
 from megarl.models.shape import ModelShape
 
 

@@ -11,7 +11,7 @@ from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.models.classifier import score_head_of
 from megarl.models.denoiser import DenoiserShape, is_denoiser
-from megarl.models.huggingface import completed
+from megarl.models.families import completed
 from megarl.models.rules.classifiers import (
     classifier_kind_fits_objective,
     has_one_label,

@@ -10,8 +10,9 @@ from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.models.classifier import score_head_of
 from megarl.models.denoiser import is_denoiser
+from megarl.models.families import completed
 from megarl.models.folder import DRAFT_KEY
-from megarl.models.huggingface import completed, linear_attention
+from megarl.models.huggingface import linear_attention
 from megarl.models.rules.engine import engine_router_keys_are_present, engine_sizes_divide_by_tp
 
 

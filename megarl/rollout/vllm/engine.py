@@ -22,8 +22,9 @@ from megarl.config.rollout_schema import Rollout
 from megarl.core import device
 from megarl.core.completion import NO_DRAFTS, CandidateIds, Completion, DraftCounts, VersionRun
 from megarl.core.sample import Sample
+from megarl.models.families import completed
 from megarl.models.folder import read_config
-from megarl.models.huggingface import completed, experts
+from megarl.models.huggingface import experts
 from megarl.models.tokenizer import response_text
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan

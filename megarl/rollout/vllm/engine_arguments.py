@@ -15,8 +15,9 @@ from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, EngineSection, bat
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.models.engine_kernels import check_cpu_kernels
+from megarl.models.families import completed
 from megarl.models.folder import is_dequantized, read_config, resolve
-from megarl.models.huggingface import completed, experts, latent_attention, linear_attention
+from megarl.models.huggingface import experts, latent_attention, linear_attention
 from megarl.resharding.families.quantized import quantization_config
 
 INVARIANT_KERNELS = (9, 0)

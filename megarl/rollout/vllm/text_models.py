@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _ModelInfo
 
-from megarl.models.huggingface import TEXT_MODELS
+from megarl.models.families import TEXT_MODELS
 
 _MODULES = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
 

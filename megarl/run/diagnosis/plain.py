@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megarl.models.families import TRANSFORMERS_TYPES
 from megarl.models.folder import read_config
-from megarl.models.huggingface import TRANSFORMERS_TYPES
 
 
 @torch.no_grad()

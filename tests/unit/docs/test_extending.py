@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.models.huggingface import FAMILIES
+from megarl.models.families import FAMILIES
 from tests.readme import README, ROOT, text_of
 
 ALGORITHM, ENVIRONMENT = "megarl/algorithms/README.md", "megarl/environments/README.md"

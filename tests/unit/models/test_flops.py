@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from megarl.models.families import TRANSFORMERS_TYPES
 from megarl.models.flops import forward_flops, training_flops
-from megarl.models.huggingface import TRANSFORMERS_TYPES
 from megarl.models.shape import ModelShape
 
 SIZES = dict(

@@ -3,12 +3,10 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
+from megarl.models.families import FAMILIES, TRANSFORMERS_TYPES, completed
 from megarl.models.huggingface import (
-    FAMILIES,
-    TRANSFORMERS_TYPES,
     WindowedAttention,
     attention_window,
-    completed,
     dequantized,
     has_sinks,
     linear_attention,

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config.load import load
 from megarl.config.rules.layout import check_layout
-from megarl.models.huggingface import FAMILIES, TRANSFORMERS_TYPES
+from megarl.models.families import FAMILIES, TRANSFORMERS_TYPES
 from megarl.models.rules import check_model
 from megarl.models.shape import ModelShape
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.models.huggingface import completed
+from megarl.models.families import completed
 from megarl.models.rules import check_model
 from megarl.models.rules.engine import engine_shards_keep_blocks_whole
 from megarl.resharding.families import quantized_destinations, vllm_holders

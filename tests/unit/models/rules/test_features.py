@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megarl.models.huggingface import FAMILIES
+from megarl.models.families import FAMILIES
 from megarl.models.rules import check_model
 from megarl.models.rules.features import model_has_mtp
 from tests.published_models import CONFIGS
