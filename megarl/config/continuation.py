@@ -147,9 +147,9 @@ def allowed_changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
 
 def samples_alike(config: Config, saved: Mapping[str, Any]) -> bool:
     """Return whether a run with the saved config has sampled the same rollouts from the same weights: no key differs
-    except for those that may always change and run.steps."""
+    except for those that may always change."""
     old, new = (dict(leaves(without_folders(values))) for values in (saved, config.model_dump()))
-    return all(is_free(key) or key == "run.steps" for key in _differing(old, new))
+    return all(is_free(key) for key in _differing(old, new))
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:

@@ -53,7 +53,9 @@ class FinishedRollouts:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Read the groups that an earlier attempt has written since the checkpoint, and remove their files if they were
         sampled with other settings."""
-        for path in numbered(self.folder, AFTER).values():
+        for step, path in numbered(self.folder, AFTER).items():
+            if step < checkpoint.step:  # trained on, or in the checkpoint
+                continue
             if not (path / CONFIG).exists() or not samples_alike(self.config, read_object(path / CONFIG)):
                 shutil.rmtree(path)
                 continue
