@@ -214,6 +214,7 @@ def test_resumed_weights_and_optimizer_are_equal(uninterrupted: Path, resumed: P
 
 
 def test_run_folder_has_attempts_and_checkpoints(attempts: int, resumed: Path) -> None:
+    assert not (resumed / "finished_rollouts").exists(), "a finished run needs them no more"
     assert [path.name for path in resumed.parent.glob("tiny*")] == ["tiny"]
     assert {path.name for path in (resumed / "logs").iterdir()} == {f"attempt_{n}" for n in range(1, attempts + 1)}
     names = {path.name for path in (resumed / "checkpoints").iterdir()}
