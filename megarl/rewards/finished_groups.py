@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import zlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -64,8 +65,8 @@ class FinishedGroups:
 def write_group(folder: Path, samples: Sequence[Sample]) -> None:
     """Write a group to a file named after its step, its position and its checksum. The file is complete on disk when it
     appears. While the disk is full, wait as in `retry_when_full`."""
-    samples = sorted(samples, key=lambda sample: _number(sample.rollout_id))  # stable within a rollout
-    data = sample_bytes([(0, 0, samples)])  # the row and its version are known only to the driver
+    group: list[AnySample] = sorted(samples, key=lambda sample: _number(sample.rollout_id))  # stable in a rollout
+    data = sample_bytes([(0, 0, group)])  # the row and its version are known only to the driver
     name = samples[0].rollout_id.rpartition(".")[0]
     file = folder / f"{name}-{zlib.crc32(data):08x}.safetensors"
 
@@ -73,7 +74,7 @@ def write_group(folder: Path, samples: Sequence[Sample]) -> None:
         with replacement(file) as stream:
             stream.write(data)
             stream.flush()
-            sync(stream.name)
+            os.fsync(stream.fileno())
         sync(folder)
 
     retry_when_full(write, file)
