@@ -21,6 +21,7 @@ from megarl.run.beginning import resolve
 from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight
 from megarl.step.evaluation import evaluate
+from megarl.step.finished import FinishedRollouts
 from megarl.step.logprob_check import LogprobCheck
 from megarl.step.metrics import add_effective_sample_size, add_explained_variance, step_metrics, update_rate
 from megarl.step.profile import profiled
@@ -62,7 +63,8 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     assert isinstance(data, PromptSet), "expected prompts, but the data contains responses"
     logprob_check = LogprobCheck(config, workers, data)
     logprob_check.begin()
-    queue = RolloutQueue(config, workers, data, context.state)
+    finished = FinishedRollouts(config, workers.rewards, context.folder.finished)
+    queue = RolloutQueue(config, workers, data, context.state, finished)
     if context.resume_point.checkpoint is not None:
         queue.restore(context.resume_point.checkpoint)
     context.run(

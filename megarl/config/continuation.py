@@ -145,6 +145,13 @@ def allowed_changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
     return [Change(key, old.get(key), new.get(key)) for key in _differing(old, new) if _is_allowed(config, key)]
 
 
+def samples_alike(config: Config, saved: Mapping[str, Any]) -> bool:
+    """Return whether a run with the saved config has sampled the same rollouts from the same weights: no key differs
+    except for those that may always change."""
+    old, new = (dict(leaves(without_folders(values))) for values in (saved, config.model_dump()))
+    return all(is_free(key) for key in _differing(old, new))
+
+
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
     """Check that a run with this configuration may resume from the one saved at `step`. Raise a UserError if keys that
     may not change differ; the message has one line per key. checkpoint: the checkpoint's name, for error messages."""

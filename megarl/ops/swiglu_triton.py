@@ -22,7 +22,7 @@ def forward(gate_and_up: torch.Tensor, clamp: Clamp | None = None) -> torch.Tens
     out = gate_and_up.new_empty(*gate_and_up.shape[:-1], width)
     if out.numel():
         grid = out.numel() // width, triton.cdiv(width, BLOCK)
-        _forward[grid](gate_and_up, out, width, *(clamp or (1.0, 0.0)), clamped=clamp is not None, block=BLOCK)
+        _forward[grid](gate_and_up, out, width, *_arguments(clamp))
     return out
 
 
@@ -32,9 +32,14 @@ def backward(gate_and_up: torch.Tensor, gradient: torch.Tensor, clamp: Clamp | N
     both = torch.empty_like(gate_and_up)
     if gradient.numel():
         grid = gradient.numel() // width, triton.cdiv(width, BLOCK)
-        options = dict(clamped=clamp is not None, block=BLOCK)
-        _backward[grid](gate_and_up, gradient, both, width, *(clamp or (1.0, 0.0)), **options)
+        _backward[grid](gate_and_up, gradient, both, width, *_arguments(clamp))
     return both
+
+
+def _arguments(clamp: Clamp | None) -> tuple[Any, ...]:
+    """Return the kernels' last arguments."""
+    alpha, limit = clamp or (1.0, 0.0)
+    return alpha, limit, clamp is not None, BLOCK
 
 
 @triton.jit

@@ -37,13 +37,18 @@ DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, Assertion
 
 
 def save_samples(groups: Sequence[SavedGroup], file: Path) -> None:
-    """Write the groups to a file. Adjacent samples with equal prompts share the prompt."""
+    """Write the groups to a file."""
+    # safetensors' own function would create a file that only the owner may read.
+    file.write_bytes(sample_bytes(groups))
+
+
+def sample_bytes(groups: Sequence[SavedGroup]) -> bytes:
+    """Return the groups as the content of a file. Adjacent samples with equal prompts share the prompt."""
     from safetensors.numpy import save
 
     encoder = _Encoder()
     texts = {"groups": _text(encoder.encode([list(group) for group in groups])), "prompts": _text(encoder.prompts)}
-    # save_file would create a file that only the owner may read.
-    file.write_bytes(save(encoder.arrays | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}))
+    return save(encoder.arrays | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()})
 
 
 def load_samples(file: Path) -> list[SavedGroup]:

@@ -86,10 +86,18 @@ class RolloutSchedule(Generic[G]):
         num_guaranteed = sum(started.is_guaranteed for started in self._started)
         return max(0, wanted + self._max_staleness * self._per_step - num_guaranteed)
 
-    def begin(self, group: G, version: int, earlier_version: int | None = None, is_restart: bool = False) -> None:
+    def begin(
+        self,
+        group: G,
+        version: int,
+        earlier_version: int | None = None,
+        is_restart: bool = False,
+        index: int | None = None,
+    ) -> None:
         """Add a group that is started now.
 
         Args:
+            index: its position among the started groups, which are in the order in which steps prefer them. None: last.
             earlier_version: version at which an earlier attempt of the run started the group. The group keeps the
                 deadline from that version if there is room.
             is_restart: whether the group is restarted because its rollouts were dropped.
@@ -98,7 +106,8 @@ class RolloutSchedule(Generic[G]):
         if earlier_version is not None:
             earlier = range(max(earlier_version + self._max_staleness, version), latest)
             latest = next((deadline for deadline in earlier if self._can_take_by(deadline, version)), latest)
-        self._started.append(_Started(group, latest, is_restart or not self._drops))
+        index = len(self._started) if index is None else index
+        self._started.insert(index, _Started(group, latest, is_restart or not self._drops))
 
     def _can_take_by(self, latest: int, now: int) -> bool:
         """Return whether steps can take one more group by version `latest`, and all started groups in time. `now` is

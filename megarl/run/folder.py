@@ -105,6 +105,8 @@ class RunFolder:
 
     config, manifest, metrics = _Inside("config.resolved.yaml"), _Inside("manifest.json"), _Inside("metrics.jsonl")
     checkpoints, model, report = _Inside("checkpoints"), _Inside("model"), _Inside("report.html")
+    finished = _Inside("finished_rollouts")
+    """Folder with rollouts that have finished since the newest checkpoint."""
     code = _Inside("code")
     """Folder with copies of the user's code and of the chat template. Files are named by content hash."""
     nodes = _Inside(NODES)
@@ -275,7 +277,8 @@ class RunFolder:
         return step
 
     def finish(self, step: int) -> None:
-        """Record in the manifest that the run finished after `step`."""
+        """Record in the manifest that the run finished after `step`. Remove the files for an attempt to resume it."""
+        shutil.rmtree(self.finished, ignore_errors=True)
         manifest = self._content | {"finished_after_step": step}
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 

@@ -18,6 +18,7 @@ from megarl.core.sample import SampleRef
 from megarl.data.prompts import PromptSet
 from megarl.rollout.router import Aborted, completed
 from megarl.rollout.schedule import RolloutSchedule
+from megarl.step.finished import FinishedRollouts
 from megarl.step.requests import requests
 from megarl.step.state import PendingPrompt, RunState
 
@@ -84,12 +85,13 @@ class RolloutQueue:
     Unblocked by: the router, whose submissions end with samples or Aborted.
 
     The driver's state lists the groups' rows. A resumed run samples these prompts again, except for finished groups,
-    whose samples are in the checkpoint."""
+    whose samples are in the checkpoint or in files that are written as groups finish."""
 
     config: Config
     workers: Workers
     data: PromptSet
     state: RunState
+    finished: FinishedRollouts
     _schedule: RolloutSchedule[Group] = field(init=False)
     _num_begun: int = field(init=False, default=0)
     _num_in_step: int = field(init=False, default=0)
@@ -107,19 +109,42 @@ class RolloutQueue:
         rollouts come first, and the step waits for them."""
         if number != self._step:
             self._step, self._num_in_step = number, 0
-        num_again = min(len(self.state.again), self._schedule.num_to_wait_for(wanted))
+        num_again, num_earlier = min(len(self.state.again), self._schedule.num_to_wait_for(wanted)), len(self._schedule)
         items = self.state.draw(self._schedule.num_to_begin(wanted, self.config.run.steps - number), number - 1)
-        group_requests = requests(self.config, number, [self.data[item.row] for item in items], first=self._num_in_step)
-        self._num_in_step += len(items)
+        new = [i for i, item in enumerate(items) if not self._use_finished(item, number, i, is_restart=i < num_again)]
+        places = self.finished.free_places(number, self._num_in_step, len(new))
+        group_requests = requests(self.config, number, [self.data[items[i].row] for i in new], places)
+        self._num_in_step = max(self._num_in_step + len(items), 1 + max(places, default=0))
         groups: dict[int, Group] = {}
-        for submission in self._submissions(self._in_order(items)):
-            pending = self._sample([group_requests[i] for i in submission])
-            for place, i in enumerate(submission):
-                names = [request.sample_id for request in group_requests[i]]
-                groups[i] = Group(items[i], self._num_begun + i, names, pending, place)
+        for submission in self._submissions(self._in_order([items[i] for i in new])):
+            pending = self._sample([group_requests[k] for k in submission])
+            for place, k in enumerate(submission):
+                names = [request.sample_id for request in group_requests[k]]
+                groups[new[k]] = Group(items[new[k]], self._num_begun + new[k], names, pending, place)
+        for i in new:
+            since, is_restart = items[i].version, i < num_again
+            self._schedule.begin(groups[i], number - 1, since, is_restart, index=num_earlier + i)
         self._num_begun += len(items)
-        for i, item in enumerate(items):
-            self._schedule.begin(groups[i], number - 1, earlier_version=item.version, is_restart=i < num_again)
+
+    def _use_finished(self, item: PendingPrompt, number: int, i: int, is_restart: bool) -> bool:
+        """Use the rollouts that an earlier attempt finished for the i-th prompt that starts now, if there are any and
+        a step can still train on them."""
+        if not self._schedule.has_room(item.version, number - 1):
+            return False
+        samples = self.finished.take(item, self.data[item.row].id, f"{number}.{self._num_in_step + i}")
+        if samples is None:
+            return False
+        self._add_finished(item, self._num_begun + i, samples, is_restart)
+        return True
+
+    def _add_finished(
+        self, item: PendingPrompt, order: int, samples: Sequence[SampleRef], is_restart: bool = False
+    ) -> None:
+        """Add a group whose rollouts finished in an earlier attempt."""
+        sampled: list[Sampled] = [list(samples)]
+        group = Group(item, order, list(dict.fromkeys(sample.rollout_id for sample in samples)), ready(sampled))
+        self._schedule.begin(group, item.version, is_restart=is_restart)
+        self._schedule.finish(group)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[SampleRef]]:
         """Wait for the groups that this step trains on. Return their samples in the order in which the
@@ -158,29 +183,28 @@ class RolloutQueue:
 
     def save(self, folder: Path) -> list[FileRecord]:
         """Write the samples of finished groups to a file in the checkpoint's folder. Return the file's record, or an
-        empty list if no group has finished."""
+        empty list if no group has finished. Groups that finish later are written as they finish."""
+        self.finished.begin(self.state.step)
         self._note_finished()
         finished = self._schedule.finished
         groups = [(group.item.row, group.item.version, completed(group.result())) for group in finished]
         return [self.workers.rewards.save_groups(groups, folder / WAITING)] if groups else []
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the groups that waited when the checkpoint was saved, if later steps may train on them. All other
-        prompts are sampled again. If the checkpoint has a different format, or keys in run.allow_changes have changed,
-        all prompts are sampled again."""
+        """Restore the groups that waited when the checkpoint was saved, if later steps may train on them, and those
+        that finished afterwards. All other prompts are sampled again. If the checkpoint has a different format, or keys
+        in run.allow_changes have changed, all prompts are sampled again."""
+        self.finished.restore(checkpoint)
         records = [record for record in checkpoint.files if record.path == WAITING]
         if not records or checkpoint.format != FORMAT or allowed_changes(self.config, checkpoint.state["config"]):
             return
         checkpoint.verify(records)
         for row, version, samples in self.workers.rewards.load_groups(checkpoint.path / WAITING):
             if self._schedule.has_room(version, self.state.step):
-                names = list(dict.fromkeys(sample.rollout_id for sample in samples))
-                sampled: list[Sampled] = [samples]
-                group = Group(PendingPrompt(row, version), self._num_begun, names, ready(sampled))
+                item = PendingPrompt(row, version)
+                self.state.take_up(item)
+                self._add_finished(item, self._num_begun, samples)
                 self._num_begun += 1
-                self.state.take_up(group.item)
-                self._schedule.begin(group, version)
-                self._schedule.finish(group)
 
     def _note_finished(self) -> None:
         for group in self._schedule.unfinished:
@@ -208,7 +232,9 @@ class RolloutQueue:
 
     def _submissions(self, numbers: Sequence[int]) -> list[Sequence[int]]:
         """Split the groups into submissions: a single one if a step waits for all groups, otherwise one per group."""
-        return [[i] for i in numbers] if self.config.prompts_ahead else [numbers]
+        if self.config.prompts_ahead:
+            return [[i] for i in numbers]
+        return [numbers] if numbers else []
 
     def _sample(self, groups: Requests) -> Pending[list[Sampled]]:
         """Submit the requests for each prompt. Rewards are computed for each sample as soon as it is finished."""

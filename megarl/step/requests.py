@@ -13,15 +13,16 @@ from megarl.rollout.engine import SamplingRequest
 
 
 def requests(
-    config: Config, number: int, prompts: Sequence[Prompt], first: int = 0
+    config: Config, number: int, prompts: Sequence[Prompt], places: Sequence[int] | None = None
 ) -> list[list[SamplingRequest]] | list[list[ImageRequest]]:
     """Return samples_per_prompt requests for each prompt, plus one for a greedy response if the estimator needs it.
-    Seeds are derived from run.seed and the sample's position in the run. The step has already started `first`
-    prompts."""
+    Seeds are derived from run.seed and the sample's position in the run. places: the prompts' positions in the step;
+    by default, they count from 0."""
+    numbered = list(zip(range(len(prompts)) if places is None else places, prompts, strict=True))
     if config.samples_images:
         return [
             [_trained_image_request(config, number, i, k, prompt) for k in range(config.batch.samples_per_prompt)]
-            for i, prompt in enumerate(prompts, start=first)
+            for i, prompt in numbered
         ]
     groups = [
         [
@@ -33,10 +34,10 @@ def requests(
             )
             for k in range(config.batch.samples_per_prompt)
         ]
-        for i, prompt in enumerate(prompts, start=first)
+        for i, prompt in numbered
     ]
     if config.samples_greedily:
-        for i, group in enumerate(groups, start=first):
+        for (i, _), group in zip(numbered, groups, strict=True):
             group.append(replace(group[0], sample_id=f"{number}.{i}.greedy", seed=0, greedy=True))
     return groups
 

@@ -130,9 +130,9 @@ def uninterrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder / "tiny"
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=[4, pytest.param(5, marks=pytest.mark.exhaustive)])
 def attempts(request: pytest.FixtureRequest) -> int:
-    """The number of attempts of the resumed run. With four, the third is killed after the last step."""
+    """The number of attempts of the resumed run. With five, the fourth is killed after the last step."""
     return request.param
 
 
@@ -151,14 +151,26 @@ def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFact
     assert_loadable(folder)
     reached = latest(folder)
     assert 5 <= reached <= 7
-    if attempts == 4:
+    # Killed when the rollouts of the last step have finished.
+    with recipe.run(folder, STEPS - 1 - reached, *EVALUATION, at_once) as run:
+        run.wait_until(lambda: latest(folder) == STEPS - 1)
+        run.wait_until_held(recipe.folder)
+        assert f"resuming after step {reached} " in run.output
+        kill(run)
+    reached = STEPS - 1
+    finished = sorted((folder / "tiny" / "finished_rollouts" / f"after_{reached:06d}").glob("*.safetensors"))
+    assert [file.name.partition("-")[0] for file in finished] == [f"{STEPS}.{i}" for i in range(4)]
+    finished[1].unlink()  # as if this prompt's rollouts had not finished
+    if attempts == 5:
         with recipe.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
             run.wait_until(lambda: latest(folder) == STEPS)
             assert f"resuming after step {reached} " in run.output
+            assert "3 prompts have finished rollouts" in run.output
             kill(run)  # after the last step, as this run has no step limit
         reached = STEPS
     run = recipe.finish(folder, *EVALUATION, at_once)
     assert f"resuming after step {reached} " in run.output
+    assert ("3 prompts have finished rollouts" in run.output) == (attempts == 4)
     return folder / "tiny"
 
 
@@ -202,6 +214,7 @@ def test_resumed_weights_and_optimizer_are_equal(uninterrupted: Path, resumed: P
 
 
 def test_run_folder_has_attempts_and_checkpoints(attempts: int, resumed: Path) -> None:
+    assert not (resumed / "finished_rollouts").exists(), "a finished run needs them no more"
     assert [path.name for path in resumed.parent.glob("tiny*")] == ["tiny"]
     assert {path.name for path in (resumed / "logs").iterdir()} == {f"attempt_{n}" for n in range(1, attempts + 1)}
     names = {path.name for path in (resumed / "checkpoints").iterdir()}

@@ -30,6 +30,7 @@ from megarl.models.run_models import ModelFolders
 from megarl.models.tokenizer import load_decoder
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
+from megarl.rewards.finished_groups import FinishedGroups, load_groups
 from megarl.rewards.model_judge import ModelJudge
 from megarl.rewards.model_reward import classifier_reward, model_judge, model_reader
 from megarl.rewards.pool import function_pool
@@ -76,6 +77,7 @@ class RewardWorker:
         """Samples that the reward functions have started to score, by rollout id."""
         self._ended: dict[str, None] = {}
         """Ids of the most recent rollouts that were scored or dropped, oldest first."""
+        self._finished = FinishedGroups(config.batch.samples_per_prompt + config.samples_greedily)
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -95,8 +97,10 @@ class RewardWorker:
     def receive(self, samples: Sequence[Sample]) -> None:
         """Start scoring samples that have just been sampled. Ignore samples that were already scored or dropped,
         because an engine's message may arrive after the driver's request for scores."""
+        samples = [sample for sample in samples if sample.rollout_id not in self._ended]
+        self._finished.add(samples)
         for sample in samples:
-            if is_judged(sample) and sample.rollout_id not in self._ended:
+            if is_judged(sample):
                 self.begin(sample)
 
     def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
@@ -110,6 +114,7 @@ class RewardWorker:
     def forget(self, rollout_ids: Collection[str]) -> None:
         """Cancel the scoring of samples from dropped rollouts."""
         self._end(rollout_ids)
+        self._finished.forget(rollout_ids)
         for name in self._begun.keys() & set(rollout_ids):
             _, task = self._begun.pop(name)
             task.cancel()
@@ -142,7 +147,7 @@ class RewardWorker:
         model_rewards = self._model_rewards(samples, model_scores)
         judged = [sample for sample in samples if is_judged(sample)]
         tasks = [self.begin(sample) for sample in judged]
-        self._end(sample.rollout_id for sample in judged)
+        self._end(sample.rollout_id for sample in samples)
         # Batch reward functions need all samples at once.
         verdicts, batch_results = await asyncio.gather(self._verdicts(judged), judge_batch(self._pool, judged))
         by_rollout: dict[str, dict[str, Result]] = {}
@@ -158,6 +163,7 @@ class RewardWorker:
         ]
         required = require_ratings([score for score, _ in scores])
         scored = list(zip(samples, required, strict=True))
+        await self._finished.written(samples)
         await asyncio.to_thread(append_rollouts, rollouts, step, scored, self._token_texts)
         by_token = {
             sample.id: token_rewards
@@ -188,6 +194,13 @@ class RewardWorker:
     def load_groups(self, file: Path) -> list[WaitingGroup]:
         groups = load_samples(file)
         return [(row, version, [put_sample(sample) for sample in samples]) for row, version, samples in groups]
+
+    def begin_finished(self, folder: Path, version: int) -> None:
+        self._finished.begin(folder, version)
+
+    def load_finished(self, folder: Path, newest: int) -> list[list[SampleRef]]:
+        groups = [samples for samples in load_groups(folder) if all(s.ref.version_newest <= newest for s in samples)]
+        return [[put_sample(sample) for sample in samples] for samples in groups]
 
     write_advantages = staticmethod(write_advantages)
 
@@ -272,6 +285,12 @@ class RewardGroup(WorkerGroup):
     @remote(timeout="checkpoint")
     def _load_groups(self, file: Path) -> list[WaitingGroup]: ...
 
+    @remote(timeout="checkpoint")
+    def _begin_finished(self, folder: Path, version: int) -> None: ...
+
+    @remote(timeout="checkpoint")
+    def _load_finished(self, folder: Path, newest: int) -> list[list[SampleRef]]: ...
+
     @remote(timeout="update")
     def _write_advantages(
         self, path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
@@ -310,6 +329,14 @@ class RewardGroup(WorkerGroup):
     def load_groups(self, file: Path) -> list[WaitingGroup]:
         """Read groups written by `save_groups`."""
         return self._load_groups.on_first(file.resolve()).result()
+
+    def begin_finished(self, folder: Path, version: int) -> None:
+        """Write groups that finish from now on into this folder, if no token is from weights newer than `version`."""
+        self._begin_finished.on_first(folder.resolve(), version).result()
+
+    def load_finished(self, folder: Path, newest: int) -> list[list[SampleRef]]:
+        """Read the groups in such a folder that have no token from weights newer than the version `newest`."""
+        return self._load_finished.on_first(folder.resolve(), newest).result()
 
     def write_advantages(
         self, rollouts: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]

@@ -63,7 +63,7 @@ def ref(sample: LatentSample, **fields) -> SampleRef:
 
 
 def test_requests_of_a_step_share_their_window():
-    groups = requests(CONFIG, 3, PROMPTS, first=2)
+    groups = requests(CONFIG, 3, PROMPTS, [2, 3, 4])
     assert [[request.sample_id for request in group] for group in groups] == [
         [f"3.{i}.{k}" for k in range(CONFIG.batch.samples_per_prompt)] for i in (2, 3, 4)
     ]

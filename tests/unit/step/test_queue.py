@@ -21,6 +21,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.rollout.router import Aborted
 from megarl.run.context import RunContext
+from megarl.step.finished import FinishedRollouts
 from megarl.step.queue import RolloutQueue, describe
 from megarl.step.state import RunState
 from tests.paths import BASE
@@ -91,16 +92,18 @@ class Submitted:
         return [[self._ref(r) for r in group] for group in self.groups]
 
     def _ref(self, request) -> SampleRef:
-        return SampleRef(
-            request.sample_id, request.prompt.id, 1, 1, 1, "stop", self.begun, self.ended, sample=request.seed
-        )
+        name, prompt = request.sample_id, request.prompt.id
+        return SampleRef(name, prompt, 1, 1, 1, "stop", self.begun, self.ended, rollout_id=name, sample=request.seed)
 
 
 def queue_of(config, rollouts: Rollouts, state: RunState, saves: Saves | None = None) -> RolloutQueue:
     rewards = SimpleNamespace(listener=None, forget=rollouts.forgotten.extend)
     if saves is not None:
-        rewards.save_groups, rewards.load_groups = saves.save_groups, saves.load_groups
-    return RolloutQueue(config, SimpleNamespace(engines=rollouts, environments=None, rewards=rewards), DATA, state)
+        for name in ("save_groups", "load_groups", "begin_finished", "load_finished"):
+            setattr(rewards, name, getattr(saves, name))
+    finished = FinishedRollouts(config, rewards, Path("unused") if saves is None else saves.folder)
+    workers = SimpleNamespace(engines=rollouts, environments=None, rewards=rewards)
+    return RolloutQueue(config, workers, DATA, state, finished)
 
 
 def attempt(config, rollouts: Rollouts, state: RunState, until: int) -> tuple[list[list[SampleRef]], list[str]]:
@@ -159,8 +162,11 @@ class Clocked(Rollouts):
     """Fake engines on a virtual clock. A group finishes after its row's duration. The engines die at call number
     `killed_at`."""
 
-    def __init__(self, rng: random.Random, seconds: list[float], killed_at: float = math.inf):
+    def __init__(
+        self, rng: random.Random, seconds: list[float], killed_at: float = math.inf, saves: Saves | None = None
+    ):
         super().__init__(rng)
+        self.saves = saves
         self.seconds, self.now, self.killed_at, self.ends = seconds, 0.0, killed_at, {}
 
     def generate(self, groups, listener):
@@ -187,6 +193,8 @@ class Clocked(Rollouts):
         self.now = now
         for pending in [pending for pending in self.under_way if self.ends[pending] <= now]:
             self.end(pending)
+            if self.saves is not None:
+                self.saves.write(pending)
 
     def live(self) -> None:
         self.killed_at -= 1
@@ -195,9 +203,10 @@ class Clocked(Rollouts):
 
 
 class Saves:
-    """Saved checkpoints. Only the latest one can be loaded."""
+    """Saved checkpoints, of which only the latest one can be loaded, and the groups written since."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.written, self.target = folder, {}, None
         self.run, self.files, self.format, self.path = json.dumps(fresh().dump()), (), FORMAT, Path()
         self.state = {"config": config_of(0).model_dump()}
         self.groups: list = []
@@ -212,9 +221,27 @@ class Saves:
     def verify(self, records):
         assert len(records) == 1
 
+    @property
+    def step(self) -> int:
+        return json.loads(self.run)["step"]
+
+    def begin_finished(self, folder, version):
+        self.target = folder, version
+
+    def load_finished(self, folder, newest):
+        groups = self.written.get(folder, {}).values()
+        return [group for group in groups if all(sample.version_newest <= newest for sample in group)]
+
+    def write(self, pending) -> None:
+        """Write finished groups, as the reward process does."""
+        for group in pending.result() if self.target else ():
+            folder, version = self.target
+            if group[0].version_newest <= version:
+                self.written.setdefault(folder, {})[group[0].id] = group
+
 
 @pytest.mark.parametrize("seed", range(50))
-def test_killed_run_trains_on_each_row_once_and_in_time(seed):
+def test_killed_run_trains_on_each_row_once_and_in_time(seed, tmp_path):
     """The run is killed repeatedly at random times and resumes from its last checkpoint."""
     rng = random.Random(seed)
     staleness, drops, save_every = rng.randint(0, 3), rng.random() < 0.5, rng.randint(1, 3)
@@ -222,14 +249,17 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed):
     keys = (DROPS, f"batch.oversampling={factor}") if drops and factor > 1 else ()
     config = config_of(staleness, *keys)
     seconds = [rng.lognormvariate(0, 1.5) for _ in range(len(DATA))]
-    saves, trained = Saves(), []
+    saves, trained = Saves(tmp_path), []
     while (saved := json.loads(saves.run))["step"] < STEPS:
         state = RunState.restore(saved, config, DATA)
         del trained[state.step :]
         waited = [row for row, *_ in saves.groups]
-        rollouts = Clocked(rng, seconds, killed_at=rng.randint(0, 25 * save_every))
+        rollouts = Clocked(rng, seconds, killed_at=rng.randint(0, 25 * save_every), saves=saves)
         queue = queue_of(config, rollouts, state, saves)
-        queue.restore(saves)
+        saves.target = None
+        if state.step:
+            queue.restore(saves)
+        waited += [int(group[0].prompt_id) for group in queue.finished._found.values()]
         try:
             while state.step < STEPS:
                 state.step += 1
@@ -238,6 +268,8 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed):
                 groups = queue.take(state.step, PER_STEP, lambda: None)
                 queue.drop(state.step)
                 trained.append([group[0] for group in groups])
+                names = [sample.id for group in groups for sample in group]
+                assert len(set(names)) == len(names), "names must be unique in a step"
                 rollouts.finish_some()
                 if state.step % save_every == 0 or state.step == STEPS:
                     files = queue.save(Path())
@@ -261,8 +293,8 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed):
     assert latest <= late, (staleness, drops, factor)
 
 
-def test_groups_beyond_a_lowered_bound_are_sampled_again():
-    config, saves, rollouts = config_of(3), Saves(), Rollouts(random.Random(0))
+def test_groups_beyond_a_lowered_bound_are_sampled_again(tmp_path):
+    config, saves, rollouts = config_of(3), Saves(tmp_path), Rollouts(random.Random(0))
     state = fresh()
     queue = queue_of(config, rollouts, state, saves)
     state.step = 1

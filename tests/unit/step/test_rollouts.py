@@ -15,6 +15,7 @@ from megarl.core.sample import SampleRef
 from megarl.core.score import Score
 from megarl.core.timing import Stopwatch
 from megarl.data.cursor import PromptCursor
+from megarl.step.finished import FinishedRollouts
 from megarl.step.queue import RolloutQueue
 from megarl.step.rollouts import collect_rollouts, solve_rates
 from megarl.step.scoring import select
@@ -78,7 +79,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         config,
         workers,
         7,
-        RolloutQueue(config, workers, data, state),
+        RolloutQueue(config, workers, data, state, FinishedRollouts(config, workers.rewards, Path())),
         Path(),
         Stopwatch(),
         lambda: None,
