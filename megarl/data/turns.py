@@ -14,6 +14,7 @@ are user messages between <tool_response> and </tool_response>.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -98,10 +99,11 @@ class ChatTokens:
         if self._template_tools is None:
             return self._with_instructions(messages)
         carried = self._carried(messages)
-        text, plain = self._render(carried)[0] or "", self._render(carried, with_tools=False)[0] or ""
-        description = _inserted(text, plain)
-        for special in self._special.values():
-            description = description.replace(special, "")
+        special = set(self._special.values())
+        # A special token is one unit, so that none is cut.
+        unit = re.compile("|".join([*map(re.escape, sorted(special, key=len, reverse=True)), "."]), re.DOTALL)
+        texts = (self._render(carried, with_tools=with_tools)[0] or "" for with_tools in (True, False))
+        description = "".join(part for part in _inserted(*map(unit.findall, texts)) if part not in special)
         return _with_system(messages, description.strip().removeprefix("system").strip())
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
@@ -290,14 +292,14 @@ def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
     return [{"role": "system", "content": text}, *messages]
 
 
-def _inserted(text: str, plain: str) -> str:
+def _inserted(text: Sequence[str], plain: Sequence[str]) -> Sequence[str]:
     """Remove the longest suffix, and then the longest prefix, that `text` shares with `plain`. Return the rest."""
     num_after = _num_equal(text[::-1], plain[::-1])
     num_before = _num_equal(text[: len(text) - num_after], plain[: len(plain) - num_after])
     return text[num_before : len(text) - num_after]
 
 
-def _num_equal(first: str, second: str) -> int:
+def _num_equal(first: Sequence[str], second: Sequence[str]) -> int:
     """Return the length of the longest common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
