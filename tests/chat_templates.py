@@ -25,7 +25,7 @@ class Family:
 
     Attributes:
         special: special tokens.
-        end: the token that ends an assistant turn.
+        end: the token that ends an assistant turn; None if the header of the next message ends it.
         added: single tokens that count as ordinary text.
         before, after: text that the template writes around an assistant message, even when another turn follows.
         tool_format: the format of tool calls; None if the family has no format of its own.
@@ -33,11 +33,12 @@ class Family:
         has_tool_role: whether the template accepts tool messages.
         has_system_role: whether the template accepts a system message.
         repeats_answers: whether the template renders tool messages without the calls that they answer.
+        needs_calls: whether the template rejects tool messages that do not follow a message with calls.
     """
 
     template: str
     special: tuple[str, ...]
-    end: str
+    end: str | None
     bos: str | None = None
     added: tuple[str, ...] = ()
     before: str = ""
@@ -47,13 +48,14 @@ class Family:
     has_tool_role: bool = False
     has_system_role: bool = True
     repeats_answers: bool = True
+    needs_calls: bool = False
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return bytes_tokenizer(self.template, self.special, self.added, self.end, self.bos)
 
 
 def bytes_tokenizer(
-    template: str, special: tuple[str, ...], added: tuple[str, ...] = (), eos: str = "", bos: str | None = None
+    template: str, special: tuple[str, ...], added: tuple[str, ...] = (), eos: str | None = None, bos: str | None = None
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer of all bytes, MERGES and the given tokens.
 
@@ -70,9 +72,7 @@ def bytes_tokenizer(
     if bos:
         bos_tokens = [(bos, tokenizer.token_to_id(bos))]
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=bos_tokens)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=eos or None, bos_token=bos, chat_template=template
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, bos_token=bos, chat_template=template)
 
 
 def _joined(*lines: str) -> str:
@@ -251,6 +251,71 @@ KIMI = _joined(
     "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}",
 )
 
+QWEN3_CODER = _joined(
+    "{% if messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content }}",
+    "{% elif tools %}{{ '<|im_start|>system\\nYou are Qwen.' }}{% endif %}",
+    "{% if tools %}{{ '\\n\\n<tools>' }}{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}",
+    "{{ '\\n</tools>\\n\\nCall functions within <tool_call></tool_call> tags.' }}{% endif %}",
+    "{% if tools or messages[0].role == 'system' %}{{ '<|im_end|>\\n' }}{% endif %}",
+    "{% for m in messages %}{% if m.role == 'tool' %}",
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user\\n' }}{% endif %}",
+    "{{ '<tool_response>\\n' + m.content + '\\n</tool_response>\\n' }}",
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}",
+    "{% elif m.role == 'assistant' and m.tool_calls %}{{ '<|im_start|>assistant' }}",
+    "{% if m.content | trim %}{{ '\\n' + m.content | trim + '\\n' }}{% endif %}{% for call in m.tool_calls %}",
+    "{{ '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}",
+    "{% for key, value in call.function.arguments | items %}{{ '<parameter=' + key + '>\\n' }}",
+    "{{ value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}",
+    "{{ '\\n</parameter>\\n' }}{% endfor %}{{ '</function>\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}",
+    "{% elif m.role != 'system' or not loop.first %}",
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}",
+    _QWEN_GENERATION_PROMPT,
+)
+
+GLM = _joined(
+    "[gMASK]<sop>{% if tools %}{{ '<|system|>\\n# Tools\\n\\n<tools>\\n' }}",
+    "{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '</tools>' }}{% endif %}",
+    "{% set ns = namespace(query=-1) %}",
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}{% endif %}{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>' }}",
+    "{% set thought = '' %}{% set said = m.content %}{% if '</think>' in said %}",
+    "{% set thought = said.split('</think>')[0].split('<think>')[-1] %}{% set said = said.split('</think>')[-1] %}",
+    "{% endif %}{{ '\\n<think>' + (thought.strip() if loop.index0 > ns.query else '') + '</think>' }}",
+    "{% if said.strip() %}{{ '\\n' + said.strip() }}{% endif %}{% for call in m.tool_calls or [] %}",
+    "{{ '\\n<tool_call>' + call.function.name + '\\n' }}{% for key, value in call.function.arguments.items() %}",
+    "{{ '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}{{ value if value is string else value | tojson }}",
+    "{{ '</arg_value>\\n' }}{% endfor %}{{ '</tool_call>' }}{% endfor %}",
+    "{% elif m.role == 'tool' %}",
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}",
+    "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}",
+    "{% else %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endif %}{% endfor %}",
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+)
+
+GPT_OSS = _joined(
+    "{{ '<|start|>system<|message|>You are ChatGPT.\\nCurrent date: ' + strftime_now('%Y-%m-%d') }}",
+    "{{ '\\n\\n# Valid channels: analysis, commentary, final.' }}",
+    "{% if tools %}{{ '\\nCalls to these tools must go to the commentary channel.' }}{% endif %}{{ '<|end|>' }}",
+    "{% set rest = messages %}{% set system = '' %}{% if messages[0].role == 'system' %}",
+    "{% set rest = messages[1:] %}{% set system = messages[0].content %}{% endif %}",
+    "{% if system or tools %}{{ '<|start|>developer<|message|>' }}",
+    "{% if system %}{{ '# Instructions\\n\\n' + system + '\\n\\n' }}{% endif %}",
+    "{% if tools %}{{ '# Tools\\n\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{% endif %}",
+    "{{ '<|end|>' }}{% endif %}{% set last = namespace(name=none) %}{% for m in rest %}",
+    "{% if m.role == 'assistant' and '<|channel|>' in m.content %}{{ raise_exception('channel tags') }}{% endif %}",
+    "{% if m.role == 'assistant' and 'tool_calls' in m %}{% set call = m.tool_calls[0].function %}",
+    "{% if m.content %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.content + '<|end|>' }}{% endif %}",
+    "{{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}",
+    "{{ call.arguments | tojson }}{{ '<|call|>' }}{% set last.name = call.name %}",
+    "{% elif m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}",
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% set last.name = none %}",
+    "{% elif m.role == 'tool' %}{% if last.name is none %}{{ raise_exception('no call') }}{% endif %}",
+    "{{ '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}",
+    "{{ m.content | tojson }}{{ '<|end|>' }}",
+    "{% elif m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}",
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+)
+
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QWEN_TAGS = ("<tool_call>", "</tool_call>")
 _LLAMA3_TOKENS = (
@@ -276,6 +341,14 @@ _KIMI_TOKENS = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>
 _KIMI_TAGS = (
     *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
     *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+)
+_GLM_TOKENS = (
+    *("<|endoftext|>", "[gMASK]", "<sop>"),
+    *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+)
+_HARMONY_TOKENS = (
+    *("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>"),
+    *("<|start|>", "<|end|>", "<|message|>", "<|call|>"),
 )
 
 FAMILIES: dict[str, Family] = {
@@ -315,6 +388,23 @@ FAMILIES: dict[str, Family] = {
         has_tool_role=True,
     ),
     "kimi": Family(KIMI, _KIMI_TOKENS, "<|im_end|>", added=_KIMI_TAGS, tool_format="kimi", has_tool_role=True),
+    "qwen3-coder": Family(
+        QWEN3_CODER, _CHATML, "<|im_end|>", added=_QWEN_TAGS, tool_format="qwen3_coder", has_tool_role=True
+    ),
+    "glm": Family(
+        *(GLM, _GLM_TOKENS, None),
+        added=(*_QWEN_TAGS, "<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        before="\n<think></think>\n",
+        tool_format="glm",
+        has_tool_role=True,
+    ),
+    "gpt-oss": Family(
+        *(GPT_OSS, _HARMONY_TOKENS, "<|end|>"),
+        before="<|channel|>final<|message|>",
+        tool_format="harmony",
+        has_tool_role=True,
+        needs_calls=True,
+    ),
 }
 
 

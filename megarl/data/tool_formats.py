@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.data.tool_calls import MAX_CALLS, MalformedCall, ToolCall
-from megarl.models.tokenizer import decode
+from megarl.data.tool_schema import argument_types, types_of
+from megarl.models.tokenizer import UNDECODED, decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,20 +40,30 @@ class ToolFormat:
 
     Attributes:
         tags: strings that delimit calls.
+        example: a call, for instructions in a system message.
         read: parser of the calls in a turn's pieces.
+        has_text_values: whether arguments are written as text. `read` returns them as text, and the types in the tool's
+            schema determine which of them are JSON.
+        answer: function that returns the text for the user; None if that is all text of a turn.
     """
 
     tags: tuple[str, ...]
     example: str
     read: Callable[[Sequence[Piece]], Iterator[Call]]
+    has_text_values: bool = False
+    answer: Callable[[Sequence[Piece]], str] | None = None
 
 
 class CallReader:
     """Parses the tool calls of turns in one format."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: ToolFormat):
-        self._tokenizer = tokenizer
-        self._read = tool_format.read
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]] = ()
+    ):
+        """`tools` are the descriptions of the tools, whose schemas determine the types of arguments."""
+        self._tokenizer, self._format = tokenizer, tool_format
+        functions = [tool["function"] for tool in tools]
+        self._types = {function["name"]: argument_types(function.get("parameters")) for function in functions}
         added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
         self._by_id = {added[tag]: tag for tag in tool_format.tags if tag in added}
         in_text = [re.escape(tag) for tag in tool_format.tags if tag not in added]
@@ -60,7 +71,8 @@ class CallReader:
 
     def read(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
         """Return the calls in a turn. A single malformed call replaces all calls after the first MAX_CALLS."""
-        calls = tuple(islice(self._read(self._pieces(list(token_ids))), MAX_CALLS + 1))
+        found = self._format.read(self._pieces(list(token_ids)))
+        calls = tuple(map(self._typed, islice(found, MAX_CALLS + 1)))
         if len(calls) <= MAX_CALLS:
             return calls
         return *calls[:MAX_CALLS], MalformedCall(
@@ -68,9 +80,26 @@ class CallReader:
         )
 
     def text_before(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn before its first call."""
+        """Return the text of a turn before its first call; in formats that mark the text for the user, that text."""
+        answer = self.answer(token_ids)
+        if answer is not None:
+            return answer.strip()
         first = self._pieces(list(token_ids))[:1]
-        return "" if any(self._read(first)) else first[0].text.strip()
+        return "" if any(self._format.read(first)) else first[0].text.strip()
+
+    def answer(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text for the user, without reasoning and calls; None if the format does not mark it."""
+        answer = self._format.answer
+        return None if answer is None else answer(self._pieces(list(token_ids)))
+
+    def _typed(self, call: Call) -> Call:
+        """Convert arguments that are written as text to the types in the tool's schema."""
+        if isinstance(call, MalformedCall) or not self._format.has_text_values:
+            return call
+        types = self._types.get(call.name, {})
+        return replace(
+            call, arguments={key: _value(v, types.get(key, frozenset())) for key, v in call.arguments.items()}
+        )
 
     def _pieces(self, token_ids: list[int]) -> list[Piece]:
         """Split a turn at its tags. Text is decoded without special tokens."""
@@ -174,6 +203,138 @@ def read_kimi(turn: Sequence[Piece]) -> Iterator[Call]:
     return _read_separated(turn, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", read)
 
 
+_FUNCTION = re.compile(r"\s*<function=([^<>]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>]+)>")
+
+
+def read_qwen3_coder(turn: Sequence[Piece]) -> Iterator[Call]:
+    """Parse `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, as written by
+    Qwen3-Coder and Qwen3.5. One line break at each end of a value is not part of it."""
+    for piece in turn:
+        if piece.tag == "<tool_call>":
+            yield _function(piece.text)
+
+
+def _function(text: str) -> Call:
+    """Parse a <function=…> block, in linear time."""
+    opening = _FUNCTION.match(text)
+    if opening is None:
+        return MalformedCall(text, "missing <function=NAME> after <tool_call>")
+    arguments, place = {}, opening.end()
+    while parameter := _PARAMETER.match(text, place):
+        end = text.find("</parameter>", parameter.end())
+        if end < 0:
+            return MalformedCall(text, f"missing </parameter> after the value of {parameter[1]}")
+        arguments[parameter[1].strip()] = text[parameter.end() : end].removeprefix("\n").removesuffix("\n")
+        place = end + len("</parameter>")
+    if text[place:].strip() != "</function>":
+        return MalformedCall(
+            text,
+            "<function=NAME> must be followed by <parameter=KEY>VALUE</parameter> for each argument and </function>",
+        )
+    return _call({"name": opening[1].strip(), "arguments": arguments}, text)
+
+
+GLM_TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+def read_glm(turn: Sequence[Piece]) -> Iterator[Call]:
+    """Parse `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`, as written by GLM-4.5 to
+    4.7. There may be line breaks between the tags."""
+    for place, piece in enumerate(turn):
+        if piece.tag == "<tool_call>":
+            following = (turn[i] for i in range(place + 1, len(turn)))
+            parts = list(takewhile(lambda part: part.tag in GLM_TAGS[2:], following))
+            end = place + 1 + len(parts)
+            yield _keys_and_values(piece.text, parts, end < len(turn) and turn[end].tag == "</tool_call>")
+
+
+def _keys_and_values(name: str, parts: Sequence[Piece], is_closed: bool) -> Call:
+    """Return a call from the pieces between its name and its closing tag."""
+    text = "".join([name, *(part.tag + part.text for part in parts)])
+    is_paired = [part.tag for part in parts] == [*GLM_TAGS[2:]] * (len(parts) // 4)
+    if not is_paired or any(part.text.strip() for part in parts[1::2]):
+        return MalformedCall(
+            text, "the name must be followed by <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument"
+        )
+    if not is_closed:
+        return MalformedCall(text, "missing </tool_call>")
+    arguments = {key.text.strip(): value.text for key, value in zip(parts[::4], parts[2::4], strict=True)}
+    return _call({"name": name.strip(), "arguments": arguments}, text)
+
+
+HARMONY_TAGS = (
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+    *("<|end|>", "<|call|>", "<|return|>"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _HarmonyMessage:
+    """One message of a turn in gpt-oss's format. `text` is None if the turn ends or another message starts in its
+    header. Several recipients are joined by spaces."""
+
+    role: str
+    channel: str
+    recipient: str
+    text: str | None
+
+
+def _harmony_messages(turn: Sequence[Piece]) -> Iterator[_HarmonyMessage]:
+    """Yield the messages of a turn. The prompt ends with <|start|>assistant, so the turn starts in a header."""
+    header: list[Piece] = []
+    for piece in (Piece("<|start|>", f"assistant{turn[0].text}"), *turn[1:], Piece("<|end|>", "")):
+        if piece.tag in ("<|channel|>", "<|constrain|>"):
+            header.append(piece)
+            continue
+        if piece.tag == "<|message|>" or header:
+            yield _harmony_message(header, piece.text if piece.tag == "<|message|>" else None)
+        header = [piece] if piece.tag == "<|start|>" else []
+
+
+def _harmony_message(header: Sequence[Piece], text: str | None) -> _HarmonyMessage:
+    role, channel = (
+        next((word for piece in header if piece.tag == tag for word in piece.text.split()[:1]), "")
+        for tag in ("<|start|>", "<|channel|>")
+    )
+    words = [word for piece in header for word in piece.text.split()]
+    recipient = " ".join(word.removeprefix("to=") for word in words if word.startswith("to="))
+    return _HarmonyMessage(role, channel, recipient, text)
+
+
+def read_harmony(turn: Sequence[Piece]) -> Iterator[Call]:
+    """Parse gpt-oss's `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>`, a message to a
+    recipient, which may also follow `<|start|>assistant`. A turn has at most one call, since <|call|> ends it. Chat
+    templates do not support several."""
+    calls = (
+        message
+        for message in _harmony_messages(turn)
+        if message.recipient not in ("", "assistant") and (message.role == "assistant" or message.text is not None)
+    )
+    for call in islice(calls, 1):
+        if call.role != "assistant":
+            yield MalformedCall(call.text or "", "a call must be a message that starts with <|start|>assistant")
+        elif call.text is None:
+            yield MalformedCall("", "missing <|message|> between the recipient and the arguments")
+        else:
+            yield _named(call.recipient.removeprefix("functions."), call.text)
+    if any(True for _ in calls):
+        yield MalformedCall("", "a turn may have one tool call; further calls were not run")
+
+
+def harmony_answer(turn: Sequence[Piece]) -> str:
+    """Return the text of the assistant's messages to the user, those without a recipient in the channels `commentary`
+    and `final`. The channel `analysis` contains the reasoning."""
+    texts = [
+        message.text
+        for message in _harmony_messages(turn)
+        if message.text
+        and (message.role, message.recipient) == ("assistant", "")
+        and message.channel in ("commentary", "final")
+    ]
+    return "\n".join(texts).rstrip(UNDECODED)
+
+
 HERMES_EXAMPLE = '<tool_call>\n{"name": "the name", "arguments": {"an argument": "its value"}}\n</tool_call>'
 DEEPSEEK_EXAMPLE = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>the name\n```json\n"
@@ -182,6 +343,14 @@ DEEPSEEK_EXAMPLE = (
 KIMI_EXAMPLE = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.the name:0<|tool_call_argument_begin|>"
     '{"an argument": "its value"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+
+QWEN3_CODER_EXAMPLE = (
+    "<tool_call>\n<function=the name>\n<parameter=an argument>\nits value\n</parameter>\n</function>\n</tool_call>"
+)
+GLM_EXAMPLE = "<tool_call>the name\n<arg_key>an argument</arg_key>\n<arg_value>its value</arg_value>\n</tool_call>"
+HARMONY_EXAMPLE = (
+    '<|channel|>commentary to=functions.the_name <|constrain|>json<|message|>{"an argument": "its value"}<|call|>'
 )
 
 FORMATS: Mapping[str, ToolFormat] = {
@@ -196,6 +365,9 @@ FORMATS: Mapping[str, ToolFormat] = {
     ),
     "deepseek": ToolFormat(DEEPSEEK_TAGS, DEEPSEEK_EXAMPLE, read_deepseek),
     "kimi": ToolFormat(KIMI_TAGS, KIMI_EXAMPLE, read_kimi),
+    "qwen3_coder": ToolFormat(HERMES_TAGS, QWEN3_CODER_EXAMPLE, read_qwen3_coder, has_text_values=True),
+    "glm": ToolFormat(GLM_TAGS, GLM_EXAMPLE, read_glm, has_text_values=True),
+    "harmony": ToolFormat(HARMONY_TAGS, HARMONY_EXAMPLE, read_harmony, answer=harmony_answer),
     "tagged": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, partial(read_hermes, lists=True)),
 }
 """Config name -> format. `tagged` is for models without a native format: a system message describes the tools, even if
@@ -206,26 +378,31 @@ def format_of(template: str) -> str | None:
     """Return the name of the format in which a chat template renders earlier tool calls; None if the format is
     unknown."""
     marks = (
-        ("<function=", None),  # not JSON, despite the Hermes tags
-        ("<arg_key>", None),
-        ("<|channel|>", None),  # gpt-oss's harmony, whose calls are messages to a recipient
-        ("<｜tool▁calls▁begin｜>", "deepseek"),
-        ("<|tool_calls_section_begin|>", "kimi"),
-        ("[TOOL_CALLS]", "mistral"),
-        ("<|python_tag|>", "llama3"),
-        ("Environment: ipython", "llama3"),
-        ("<tool_call>", "hermes"),
+        (("<tool_call>", "<function=", "<parameter="), "qwen3_coder"),
+        (("<tool_call>", "<arg_key>", "<arg_value>"), "glm"),
+        (("<|channel|>", "<|call|>"), "harmony"),
+        # Other formats with some of these tags are unknown.
+        (("<function=",), None),
+        (("<arg_key>",), None),
+        (("<|channel|>",), None),
+        (("<｜tool▁calls▁begin｜>",), "deepseek"),
+        (("<|tool_calls_section_begin|>",), "kimi"),
+        (("[TOOL_CALLS]",), "mistral"),
+        (("<|python_tag|>",), "llama3"),
+        (("Environment: ipython",), "llama3"),
+        (("<tool_call>",), "hermes"),
     )
-    return next((name for mark, name in marks if mark in template), None)
+    return next((name for tags, name in marks if all(tag in template for tag in tags)), None)
 
 
 def instructions(tools: Sequence[Mapping[str, Any]], name: str) -> str:
     """Return a system message that describes the tools, for models whose chat template does not. It contains each
     tool's description as a line of JSON, and an example of a call."""
     descriptions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    arguments = "arguments" if FORMATS[name].has_text_values else "arguments as JSON"
     return (
         f"You can call tools. These are their descriptions, one per line:\n<tools>\n{descriptions}\n</tools>\n"
-        f"To call a tool, write its name and its arguments as JSON, then end your turn:\n{FORMATS[name].example}\n"
+        f"To call a tool, write its name and its {arguments}, then end your turn:\n{FORMATS[name].example}\n"
         "The tool's response appears before your next turn."
     )
 
@@ -265,6 +442,23 @@ def _named(name: str, arguments: str, number: str = "") -> Call:
         return _call({"name": name, "arguments": _json(arguments), "id": number}, text)
     except (ValueError, RecursionError) as error:
         return MalformedCall(text, f"the arguments are not valid JSON: {_message(error)}")
+
+
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Python's spelling of JSON values, which Qwen's chat templates write in calls."""
+
+
+def _value(text: str, types: frozenset[str]) -> Any:
+    """Convert an argument that is written as text. Return the text if the schema permits only strings or names no type.
+    Otherwise, return the JSON value of the text, unless the text is not JSON, or the schema permits strings and does
+    not permit the value's type."""
+    if types <= {"string"}:
+        return text
+    try:
+        value = _json(PYTHON_WORDS.get(text.strip(), text))
+    except (ValueError, RecursionError):
+        return text
+    return value if "string" not in types or (types - {"string"}) & types_of(value) else text
 
 
 def _call(value: Any, text: str, keys: Sequence[str] = ("arguments",)) -> Call:

@@ -14,6 +14,7 @@ are user messages between <tool_response> and </tool_response>.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,9 @@ SENTINEL = "megarlturn"
 MARK = "megarlmark"
 """Text of a test message that shows whether the template renders messages with a given role."""
 
-OTHER_ENDS = ("<|eom_id|>",)
-"""Tokens that may end a turn instead of the one that the template writes. Llama 3 ends tool calls this way."""
+OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|return|>", "<|end|>")
+"""Tokens that may end a turn instead of the one that the template writes. Llama 3 ends tool calls with the first one,
+and gpt-oss ends tool calls, answers and reasoning with the others."""
 
 USER: Message = {"role": "user", "content": "a"}
 
@@ -73,9 +75,12 @@ class ChatTokens:
         self._instructions = ""
         self._closing: list[int] = []
         self._require_extension()
+        self._native = format_of(tokenizer.get_chat_template(None, [dict(tool) for tool in tools] or None))
         self._calls: CallReader | None = None
         if tools or tool_format:
-            self._calls = CallReader(tokenizer, FORMATS[self._place_tools(tools, tool_format)])
+            self._calls = CallReader(tokenizer, FORMATS[self._place_tools(tools, tool_format)], tools)
+        native = FORMATS.get(self._native or "")
+        self._answers = CallReader(tokenizer, native) if native is not None and native.answer is not None else None
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the conversation, including the header of the assistant's turn. Raise a UserError if the
@@ -98,10 +103,11 @@ class ChatTokens:
         if self._template_tools is None:
             return self._with_instructions(messages)
         carried = self._carried(messages)
-        text, plain = self._render(carried)[0] or "", self._render(carried, with_tools=False)[0] or ""
-        description = _inserted(text, plain)
-        for special in self._special.values():
-            description = description.replace(special, "")
+        special = set(self._special.values())
+        # A special token is one unit, so that none is cut.
+        unit = re.compile("|".join([*map(re.escape, sorted(special, key=len, reverse=True)), "."]), re.DOTALL)
+        texts = (self._render(carried, with_tools=with_tools)[0] or "" for with_tools in (True, False))
+        description = "".join(part for part in _inserted(*map(unit.findall, texts)) if part not in special)
         return _with_system(messages, description.strip().removeprefix("system").strip())
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
@@ -119,9 +125,11 @@ class ChatTokens:
     def read(
         self, turn_ids: Sequence[int], context_ids: Sequence[int] = ()
     ) -> tuple[str, tuple[ToolCall | MalformedCall, ...]]:
-        """Return a turn's text without special tokens, and its tool calls. `context_ids` are the ids before the turn.
-        Some tokenizers need the last of them to decode the turn's first token."""
-        text = response_text(self._tokenizer, context_ids, turn_ids)
+        """Return a turn's text without special tokens, and its tool calls. If the model's format marks the text for the
+        user, the text excludes reasoning and calls. `context_ids` are the ids before the turn. Some tokenizers need the
+        last of them to decode the turn's first token."""
+        answer = None if self._answers is None else self._answers.answer(turn_ids)
+        text = response_text(self._tokenizer, context_ids, turn_ids) if answer is None else answer
         return text, () if self._calls is None else self._calls.read(turn_ids)
 
     def before_calls(self, turn_ids: Sequence[int]) -> str:
@@ -167,9 +175,11 @@ class ChatTokens:
         for calls in _calls_before(messages, sentinel):
             turn = {"role": "assistant", "content": "", "tool_calls": calls}
             text, _ = self._render([USER, turn, *messages], for_answer)
-            closing = str(self._tokenizer.decode(self._closing))
-            if text is not None and sentinel in text and closing and closing in text[text.rindex(sentinel) :]:
-                return self._after(text, text.index(closing, text.rindex(sentinel)))
+            ends = [str(self._tokenizer.decode(ids)) for ids in (self._closing, *([end] for end in self._other_ends))]
+            if text is not None and sentinel in text:
+                places = [text.find(end, text.rindex(sentinel)) for end in ends if end]
+                if found := [place for place in places if place >= 0]:
+                    return self._after(text, min(found))
         return None
 
     def _after(self, text: str, place: int) -> list[int] | None:
@@ -188,11 +198,17 @@ class ChatTokens:
         # Copying and comparing all slices would take seconds for long turns and observations.
         ends = (k for k in range(most, 0, -1) if turn[-k] == suffix[0] and turn[-1] == suffix[k - 1])
         overlap = next((k for k in ends if turn[-k:] == list(suffix[:k])), 0)
-        shared = takewhile(lambda pair: pair[0] == pair[1], zip(self._closing, suffix, strict=False))
-        first = next((place for place, (token, _) in enumerate(shared) if token in self._special), None)
+        shared = takewhile(self._is_same_end, zip(self._closing, suffix, strict=False))
+        first = next((place for place, (_, token) in enumerate(shared) if token in self._special), None)
         if first is None or not turn or turn[-1] not in (suffix[first], *self._other_ends):
             return overlap
         return max(overlap, first + 1)
+
+    def _is_same_end(self, pair: tuple[int, int]) -> bool:
+        """Return whether a token that closes the last turn of a conversation and one that follows an earlier turn are
+        ends of a turn. gpt-oss's template writes different ends for these."""
+        last, earlier = pair
+        return last == earlier or (last in self._other_ends and earlier in self._special)
 
     def _require_extension(self) -> None:
         """Raise a UserError if nothing can be appended to an assistant turn with this template."""
@@ -254,18 +270,17 @@ class ChatTokens:
             raise UserError(f"{self._key}.tool_format={name}: unknown format. Fix: use one of {', '.join(FORMATS)}")
         if not tools:
             return name or "tagged"
-        known = format_of(self._tokenizer.get_chat_template(None, [dict(tool) for tool in tools]))
         without, _ = self._render([USER])
         self._template_tools = [dict(tool) for tool in tools]
         text, _ = self._render([USER])
         has_place = text is not None and text != without
-        if name is None and has_place and known is None:
+        if name is None and has_place and self._native is None:
             raise UserError(
                 f"{self._key}.tool_format=null: the model's chat template writes tool calls in an unknown format. Fix: "
                 f"set {self._key}.tool_format=tagged, which describes tools in a system message, or the format that "
                 f"the model was trained on: {', '.join(name for name in FORMATS if name != 'tagged')}"
             )
-        name = name or known or "tagged"
+        name = name or self._native or "tagged"
         if not has_place or name == "tagged":
             self._template_tools, self._instructions = None, instructions(tools, name)
         return name
@@ -290,14 +305,14 @@ def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
     return [{"role": "system", "content": text}, *messages]
 
 
-def _inserted(text: str, plain: str) -> str:
+def _inserted(text: Sequence[str], plain: Sequence[str]) -> Sequence[str]:
     """Remove the longest suffix, and then the longest prefix, that `text` shares with `plain`. Return the rest."""
     num_after = _num_equal(text[::-1], plain[::-1])
     num_before = _num_equal(text[: len(text) - num_after], plain[: len(plain) - num_after])
     return text[num_before : len(text) - num_after]
 
 
-def _num_equal(first: str, second: str) -> int:
+def _num_equal(first: Sequence[str], second: Sequence[str]) -> int:
     """Return the length of the longest common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 

@@ -60,7 +60,8 @@ class Turn:
 
     Attributes:
         token_ids: sampled tokens, int32 [R].
-        text: decoded tokens without special tokens.
+        text: decoded tokens without special tokens. For gpt-oss, only the messages to the user, without reasoning and
+            tool calls.
         finish_reason: "length" if the turn was cut off at its token limit.
         tool_calls: tool calls parsed from the token ids, in order.
         number: index of the turn in the rollout, starting at 0.

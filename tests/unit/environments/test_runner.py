@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -18,6 +19,7 @@ from megarl.core.sample import Sample
 from megarl.data.turns import ChatTokens
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
+from tests.chat_templates import FAMILIES
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S, POLL_S, WAIT_S
 from tests.tiny_model import EOS_ID, tiny_tokenizer
@@ -35,28 +37,35 @@ def config(kind: str = "Counter", *overrides: str):
 class Says:
     """A sampler that returns the given texts, one per turn, and records its calls. Its log-probs are −1, −2, …"""
 
-    def __init__(self, *texts: str, ends: bool = True, candidates: bool = False):
+    def __init__(self, *texts: str, ends: bool = True, candidates: bool = False, tokenizer=TOKENIZER):
         self.asked: list[dict] = []
-        self._texts, self._ends, self._candidates = texts, ends, candidates
+        self._texts, self._ends, self._candidates, self._tokenizer = texts, ends, candidates, tokenizer
         self._numbers = count(1)
 
     async def __call__(self, token_ids: Sequence[int], max_new_tokens: int, seed: int) -> Completion:
         self.asked.append({"ids": list(token_ids), "room": max_new_tokens, "seed": seed})
         text = self._texts[(len(self.asked) - 1) % len(self._texts)]
-        ids = (TOKENIZER(text)["input_ids"] + [EOS_ID] * self._ends)[:max_new_tokens]
-        finish = "stop" if ids[-1] == EOS_ID else "length"
+        ids = (self._tokenizer(text)["input_ids"] + [EOS_ID] * self._ends)[:max_new_tokens]
+        last = self._tokenizer.added_tokens_decoder.get(ids[-1])
+        finish = "stop" if last is not None and last.special else "length"
         kept = CandidateIds.of([[i, i + 1] for i in ids]) if self._candidates else None
         versions = (VersionRun(len(self.asked) // 2, len(ids)),)
         return Completion(ids, [-next(self._numbers) for _ in ids], versions, finish, kept, num_cached_tokens=5)
 
 
-def play(settings, sampler: Says, *faults: str, after: Callable[[RolloutRunner], object] = lambda _: None):
+def play(
+    settings,
+    sampler: Says,
+    *faults: str,
+    after: Callable[[RolloutRunner], object] = lambda _: None,
+    tokenizer=TOKENIZER,
+):
     """Run one rollout per fault concurrently and return their samples."""
 
     async def run() -> list[list[Sample]]:
         pool = await HostPool.start(host_arguments(settings), 1)
         try:
-            runner = RolloutRunner(settings, TOKENIZER, pool)
+            runner = RolloutRunner(settings, tokenizer, pool)
             requests = [
                 RolloutRequest(f"1.{i}", prompt(fault), seed=11, task_seed=77) for i, fault in enumerate(faults)
             ]
@@ -349,6 +358,50 @@ def test_tool_results_continue_the_conversation():
     assert answers[1] == f"error: block did not return within {LIMIT_S} s"
     assert answers[2].startswith("error: this is not a valid tool call")
     assert [host.is_retiring for host in stuck] == [True], "its thread still runs"
+
+
+OBSERVED = {
+    "gpt-oss": "<|start|>functions.{0} to=assistant<|channel|>commentary<|message|>{2}<|end|><|start|>assistant",
+    "qwen3-coder": "\n<|im_start|>user\n<tool_response>\n{1}\n</tool_response>\n<|im_end|>\n<|im_start|>assistant\n",
+    "glm": "\n<tool_response>\n{1}\n</tool_response><|assistant|>",
+}
+TURNS = {
+    "gpt-oss": (
+        "<|channel|>analysis<|message|>Hm, 9?<|end|><|start|>assistant<|channel|>commentary to=functions.double "
+        '<|constrain|>json<|message|>{"number": 4}<|call|>',
+        "<|channel|>commentary to=functions.double<|message|>4<|call|>",
+        "<|channel|>analysis<|message|>It is 8.<|end|><|start|>assistant<|channel|>final<|message|>8<|return|>",
+    ),
+    "qwen3-coder": (
+        "<tool_call>\n<function=double>\n<parameter=number>\n4\n</parameter>\n</function>\n</tool_call><|im_end|>",
+        "<tool_call>\n<function=double>\n<parameter=number>\n4\n</tool_call><|im_end|>",
+        "8<|im_end|>",
+    ),
+    "glm": (
+        "<tool_call>double\n<arg_key>number</arg_key>\n<arg_value>4</arg_value>\n</tool_call><|observation|>",
+        "<tool_call>double\n<arg_key>number</arg_key>\n4\n</tool_call><|observation|>",
+        "8<|user|>",
+    ),
+}
+"""A valid call, a malformed call and the answer, in a family's own format with the stop token."""
+
+
+@pytest.mark.parametrize("family", TURNS)
+def test_families_call_tools_in_their_own_formats(family: str) -> None:
+    tokenizer = FAMILIES[family].tokenizer()
+    sampler = Says(*TURNS[family], ends=False, tokenizer=tokenizer)
+    settings = config("Tools", "rollout.context_length=3000", "rollout.max_new_tokens=1500")
+    [[sample]] = play(settings, sampler, "fine", tokenizer=tokenizer)
+    assert sample.episode.failure is None and sample.episode.info.tool_calls == {"ok": 1, "malformed": 1}
+    assert sample.text == "8" and sample.episode.rewards == (None, None, 1.0)
+    ids, mask = sample.response_ids, sample.response_mask
+    assert tokenizer.decode(ids[mask]) == "".join(TURNS[family])
+    result, error = (message["content"] for message in sample.episode.messages if message["role"] == "tool")
+    assert result == "8" and error.startswith("error: this is not a valid tool call")
+    answers = (("double", result), ("unknown", error))
+    written = [OBSERVED[family].format(name, text, json.dumps(text)) for name, text in answers]
+    assert tokenizer.decode(ids[~mask]) == "".join(written)
+    assert [asked["ids"] for asked in sampler.asked][-1] == sample.token_ids[: len(sampler.asked[-1]["ids"])].tolist()
 
 
 @pytest.mark.parametrize(("fault", "expected"), [("fine", "1 tu"), ("as is", "1 tu")])
