@@ -15,7 +15,7 @@ from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.data.tool_formats import FORMATS, CallReader, Piece, format_of
 from megarl.data.turns import ChatTokens
 from tests.chat_templates import FAMILIES
-from tests.timing import SHORT_S
+from tests.timing import SCAN_CPU_S
 
 TOKENIZERS = {name: family.tokenizer() for name, family in FAMILIES.items()}
 FAMILY_OF = {family.tool_format: name for name, family in FAMILIES.items() if family.tool_format} | {"tagged": "phi3"}
@@ -260,7 +260,7 @@ def test_adversarial_calls_are_parsed_in_linear_time(name):
         list(islice(FORMATS[name].read(turn), 65))
         if FORMATS[name].answer is not None:
             FORMATS[name].answer(turn)
-        assert time.process_time() - begin < SHORT_S
+        assert time.process_time() - begin < SCAN_CPU_S
 
 
 CALLS = {
@@ -278,10 +278,10 @@ CALLS = {
 @pytest.mark.parametrize("filler", [" ", "\n", "```", "x", "json\n"])
 def test_deepseek_code_block_is_found_in_linear_time(filler):
     """A backtracking search would hold the GIL for minutes and block all other rollouts of the engine."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     for text in (filler * 200_000, f"```json\n{filler * 200_000}", f"a{filler * 200_000}b```"):
         tool_formats._block(text)
-    assert time.perf_counter() - begin < SHORT_S
+    assert time.process_time() - begin < SCAN_CPU_S
     assert tool_formats._block(' look \n```json\n{"a": 1}\n``` \n') == ("look", '{"a": 1}\n')
     assert tool_formats._block('look\n```\n{"a": "```"}') == ("look", '{"a": "```"}')
     assert [tool_formats._block(text) for text in ("look {}", "a\nb```json\n{}", "look```json {}")] == [None] * 3

@@ -18,7 +18,7 @@ from megarl.environments import Step, ToolCall
 from megarl.environments.registry import check_environment
 from megarl.environments.shipped.search import NO_ACTION, exact_match, first_action, normalize
 from megarl.rewards.think_answer import last_answer
-from tests.timing import SHORT_S
+from tests.timing import SCAN_CPU_S
 from tests.unit.environments.shipped.turns import question, task, turn
 
 PASSAGES = (
@@ -151,11 +151,11 @@ def test_answers_are_normalized_as_in_the_paper(text, normal):
 
 @pytest.mark.parametrize("text", ["<search>" * 20_000, "<answer>" * 20_000, "<search><answer>" * 10_000])
 def test_repeated_tags_are_read_in_linear_time(text):
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert first_action(text) == (None, "") and last_answer(text) is None
     closed = f"{text}</answer> <answer> b </answer>"
     assert first_action(closed)[0] == "answer" and last_answer(closed) == " b "
-    assert time.perf_counter() - begin < SHORT_S
+    assert time.process_time() - begin < SCAN_CPU_S
 
 
 @pytest.mark.parametrize(
