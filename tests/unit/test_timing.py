@@ -11,7 +11,8 @@ LIMITS = [
     r"\btimeout=\d{2,}\b",
     r"\.(wait|join|poll|result)\((timeout=)?\d+\)",
     r"monotonic\(\) \+ \d{2,}",
-    r"(perf_counter|monotonic)\(\) - \w+ <",
+    r"monotonic\(\) - \w+ <=? [\d.]+$",
+    r"perf_counter\(\) - \w+ <",
 ]
 
 
