@@ -22,21 +22,23 @@ SCALES = "_scale_inv"
 
 
 def quantized_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the quantized tensors: all matrices in the decoder layers except routers."""
+    """Return the names of the quantized tensors: all matrices in the decoder layers, including the one for multi-token
+    prediction, except routers."""
     canonical = Canonical(hf_config)
     return frozenset(
         canonical.layer_prefix(layer) + name
-        for layer in range(canonical.model.num_layers)
+        for layer in range(canonical.num_layers)
         for name in canonical.quantized(layer)
     )
 
 
 def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config for config.json. It excludes routers, because vLLM would quantize some of them."""
+    """Return the quantization_config for config.json. It excludes routers and the projection before the layer for
+    multi-token prediction, because vLLM would quantize some of them."""
     canonical = Canonical(hf_config)
-    routers = [
+    unquantized = [
         canonical.layer_prefix(layer) + name.removesuffix(".weight")
-        for layer in range(canonical.model.num_layers)
+        for layer in range(canonical.num_layers)
         for part in canonical.layer_parts(layer)
         if not part.quantized
         for name in part.tensors
@@ -45,7 +47,7 @@ def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": routers,
+        "modules_to_not_convert": unquantized,
     }
 
 
