@@ -435,9 +435,10 @@ OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
     *("GLM-4.6", "Qwen3.5", "Qwen3.5, experts", "Qwen3-Next", "gpt-oss"),
 )
-EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1)}
-"""Padded experts, tied dense weights with adapters, and gated delta nets. The others are exhaustive. An engine with two
-workers is in the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
+EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1), ("GLM-4.6", 1)}
+"""Padded experts, tied dense weights with adapters, gated delta nets, and drafts beside adapters. The others are
+exhaustive. An engine with two workers is in the cluster test of colocated PPO, and a refit of running requests in
+test_rollouts_ahead.py."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
@@ -454,8 +455,8 @@ BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2), ("gpt-oss, MXFP4", 1)]
 """vLLM would pack a convolution of this dtype for its CPU kernels. MXFP4 is read and exported in this dtype."""
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1), ("Qwen3.5, experts", 1), ("GLM-4.6", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
-DRAFTING = [("GLM-4.6", 1), ("Qwen3.5, experts", 1)]
-"""Cases whose engine drafts tokens with the layer for multi-token prediction of the model without adapters."""
+DRAFTING = [("GLM-4.6", 1)]
+"""Cases whose engine drafts tokens with the layer for multi-token prediction, which has no adapters."""
 OWN_DRAFTS = "rollout.speculative.method=mtp"
 
 
