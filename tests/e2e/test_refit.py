@@ -59,6 +59,7 @@ from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.run import mapped_shared_memory
+from tests.e2e.speculative import scale_embedding
 from tests.e2e.tiny_families import (
     GATED_DELTA,
     GATED_DELTA_EXPERTS,
@@ -837,6 +838,7 @@ def test_fp8_block_engine_equals_vllm_quantization(name, tmp_path, remotes):
     folder = write_tiny_model(tmp_path / "model", model_type, **BLOCKS | changes, tie_word_embeddings=False)
     common, drafts = ["model.dtype=bfloat16"], "drafts" in name
     if drafts:
+        scale_embedding(folder)
         add_mtp_layer(folder)
         common += [OWN_DRAFTS, "actor.mtp.loss_coefficient=0.3"]
     config = config_of(folder, ROWS, 1, [*common, "rollout.quantization=fp8_block"])
@@ -857,7 +859,7 @@ def test_fp8_block_engine_equals_vllm_quantization(name, tmp_path, remotes):
         assert worker.num_bytes == targets[0].shard.num_bytes
         if version == 0:
             samples = engine.call("sample", prompts())
-            assert any(sample.drafts.num_drafted for sample in samples) == drafts
+            assert any(sample.drafts.num_accepted for sample in samples) == drafts
             trainers.call("update", samples)
     exported = trainers.export(hf_config, trainers.shared_memory(for_refit=False), tmp_path / "exported")
     by_vllm = "rollout.vllm_overrides={block_size: 32, max_num_seqs: 4, quantization: fp8_per_block}"
@@ -866,6 +868,8 @@ def test_fp8_block_engine_equals_vllm_quantization(name, tmp_path, remotes):
     expected, answers = fresh.call("checksums"), fresh.call("greedy", prompts())
     assert engine.call("checksums") == expected
     assert engine.call("greedy", prompts()) == answers
+    of_both = [[sample.drafts for sample in remote.call("sample", prompts())] for remote in (engine, fresh)]
+    assert of_both[0] == of_both[1]
 
     by_loader = [replace(whole[0], name="vllm:0.0")]
     arguments = make_plan(sources, by_loader, BUCKET_BYTES), shared_memory, by_loader, True

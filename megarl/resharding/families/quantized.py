@@ -33,12 +33,11 @@ def quantized_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config for config.json. It excludes routers and the projection before the layer for
-    multi-token prediction, because vLLM would quantize some of them."""
+    """Return the quantization_config for config.json. It excludes routers, because vLLM would quantize some of them."""
     canonical = Canonical(hf_config)
-    unquantized = [
+    routers = [
         canonical.layer_prefix(layer) + name.removesuffix(".weight")
-        for layer in range(canonical.num_layers)
+        for layer in range(canonical.model.num_layers)
         for part in canonical.layer_parts(layer)
         if not part.quantized
         for name in part.tensors
@@ -47,7 +46,7 @@ def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": unquantized,
+        "modules_to_not_convert": routers,
     }
 
 

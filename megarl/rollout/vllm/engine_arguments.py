@@ -17,7 +17,6 @@ from megarl.core.errors import UserError
 from megarl.models.engine_kernels import check_cpu_kernels
 from megarl.models.folder import is_dequantized, read_config, resolve
 from megarl.models.huggingface import completed, experts, latent_attention, linear_attention
-from megarl.models.mtp import add_mtp
 from megarl.resharding.families.quantized import quantization_config
 
 INVARIANT_KERNELS = (9, 0)
@@ -124,7 +123,7 @@ def rollout_arguments(
         # the routes, but not those of cached prefixes.
         on_gpu = dict(enable_return_routed_experts=True, enable_prefix_caching=True)
         routes = on_gpu if device.on_cuda() else dict(enable_prefix_caching=False)
-    quantization = {} if config.quantization is None else _quantization(config, model_folder)
+    quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
     if is_dequantized(model_folder):
         quantization = {"quantization_config": None} | quantization  # the engine receives the trainer's weights
     return engine_arguments(
@@ -173,13 +172,13 @@ def _speculative_arguments(config: Rollout, model_folder: Path) -> dict[str, Any
     return dict(speculative_config=common | drafts, per_request_spec_decode_metrics="summary")
 
 
-def _quantization(config: Rollout, model_folder: Path) -> dict[str, Any]:
+def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
     """Return the hf_overrides for an engine that receives quantized weights."""
     hf_config = read_config(model_folder)
     mixture = experts(completed(hf_config))
     if not device.on_cuda() and mixture is not None and any(mixture.layers):
         raise UserError(
-            f"rollout.quantization={config.quantization}: {model_folder} has experts, but vLLM's CPU kernels for "
-            "quantized experts do not support refits. Fix: set rollout.quantization=null, or run this model on GPUs"
+            f"rollout.quantization={name}: {model_folder} has experts, but vLLM's CPU kernels for quantized experts do "
+            "not support refits. Fix: set rollout.quantization=null, or run this model on GPUs"
         )
-    return {"quantization_config": quantization_config(add_mtp(hf_config) if config.drafts_with_mtp else hf_config)}
+    return {"quantization_config": quantization_config(hf_config)}
