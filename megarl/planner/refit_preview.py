@@ -77,6 +77,7 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
         rollout.tp,
         rollout.replicas,
         whole_experts,
+        rollout.drafts_with_mtp,
         rollout.quantization,
         placed,
     ]

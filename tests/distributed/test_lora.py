@@ -27,6 +27,7 @@ from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.models.peft import WEIGHTS
+from megarl.models.trained_model import policy_hf_config
 from megarl.models.weights_hash import weights_hash
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
@@ -39,6 +40,8 @@ from megarl.resharding.transports.local import LocalMemory
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
 from tests.closeness import LOSS_FLOOR, assert_close, close_to, expected
+from tests.distributed.test_families import GATED_DELTA as FAMILY_GATED_DELTA
+from tests.distributed.test_families import GLM
 from tests.forked import run_ranks
 from tests.lora_reference import MergedReference, PeftReference, write_adapters
 from tests.marks import exhaustive_but
@@ -54,7 +57,7 @@ from tests.parity import (
     separate_experts,
     whole_tensors,
 )
-from tests.tiny_model import write_tiny_experts, write_tiny_llama, write_tiny_model
+from tests.tiny_model import add_mtp_layer, write_tiny_experts, write_tiny_llama, write_tiny_model
 from tests.unit.test_convert import convert
 
 UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
@@ -363,7 +366,7 @@ def saved(config: Config, folder: Path, runs: Path, before: Checkpoint | None = 
     files = [record for records, _ in ranks for record in records]
     models = {"model.path": {"folder": str(folder), "hash": weights_hash(folder)}}
     checkpoint = checkpoints.commit(2, {"config": config.model_dump(), "models": models}, files)
-    predicted = checkpoint_bytes(config, {"actor": read_config(folder)})
+    predicted = checkpoint_bytes(config, {"actor": policy_hf_config(config, read_config(folder))})
     assert sum(record.num_bytes for record in files) == pytest.approx(predicted, rel=0.05)
     return [later for _, later in ranks], checkpoint
 
@@ -516,6 +519,38 @@ def test_peft_with_exported_adapters_equals_the_merged_model(request, tmp_path, 
     assert loaded
     for name, factor in loaded.items():
         assert all(torch.equal(factor, stored[each]) for each in expert_tensor_names(name, 4))
+
+
+MULTI_TOKEN = {
+    "GLM-4.6: TP2, SP, EP2, ETP1": ("glm4_moe", GLM, "tp: 2, sequence_parallel: true, ep: 2, etp: 1"),
+    "Qwen3.5: PP2": ("qwen3_5_text", FAMILY_GATED_DELTA | dict(intermediate_size=72), "pp: 2"),
+}
+
+
+@pytest.mark.parametrize("case", exhaustive_but(MULTI_TOKEN, "GLM-4.6: TP2, SP, EP2, ETP1"))
+def test_prediction_layer_is_kept_beside_adapters(tmp_path, case):
+    """The layer has no adapters, and the others are the same bits as without it. It is as in the base model after a
+    resume, for engines and in the merged folder."""
+    family, sizes, layout = MULTI_TOKEN[case]
+    folder = add_mtp_layer(write_tiny_model(tmp_path / "model", family, **sizes))
+    base, outcomes = load_file(folder / "model.safetensors"), []
+    for name, keys in (("without", ()), ("kept", ("actor.mtp.loss_coefficient=0.0",))):
+        config = config_with(folder, [f"actor.lora.rank={RANK}", "actor.tokens_per_microbatch=256"], layout, *keys)
+        uninterrupted, checkpoint = saved(config, folder, tmp_path / name)
+        tensors = describe(checkpoint.path / "actor").tensors
+        stored = {key: shape for key, (shape, *_) in tensors.items() if key.startswith("base_model")}
+        ranks = run_ranks(config.actor.layout.world_size, resume, config, folder, checkpoint)
+        adapters_to_huggingface(checkpoint.path, tmp_path / name / "merged", Options())
+        outcomes.append((stored, uninterrupted, ranks, load_file(tmp_path / name / "merged/model.safetensors")))
+    (before, _, without, exported), (after, uninterrupted, kept, whole) = outcomes
+    assert before == after and before
+    for one, other, resumed in zip(without, uninterrupted, kept, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        assert other.keys() == resumed.keys()
+        assert all(torch.equal(tensor, resumed[name]) for name, tensor in other.items())
+    assert sum(".mtp." in name for name in kept[-1]) >= 10 and not any(".mtp." in name for name in without[-1])
+    assert whole.keys() == base.keys() and len(whole.keys() - exported.keys()) >= 15
+    assert all(torch.equal(whole[name], exported.get(name, base[name])) for name in whole)
 
 
 def test_adapters_merge_only_into_their_base_model(dense, tmp_path):

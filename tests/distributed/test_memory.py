@@ -94,6 +94,10 @@ CASES = {
     "adapters, bfloat16": ("dense", ["model.dtype=bfloat16", ADAPTERS]),
     "adapters, DP2": ("dense", ["actor.layout.dp=2", ADAPTERS]),
     "adapters, experts, TP2, EP2": ("experts", [*SHARDED_EXPERTS, ADAPTERS]),
+    "adapters, two tokens, PP2": (
+        "predicts two tokens",
+        ["actor.layout.pp=2", "actor.mtp.loss_coefficient=0.0", ADAPTERS],
+    ),
     "latent attention, TP2, EP2": ("latent attention", SHARDED_EXPERTS),
 }
 
@@ -158,7 +162,7 @@ FURTHER = (
         "latent attention, bfloat16",
         "two tokens, bfloat16",
     ),
-    *("adapters, DP2", "adapters, experts, TP2, EP2"),
+    *("adapters, DP2", "adapters, experts, TP2, EP2", "adapters, two tokens, PP2"),
 )
 """Cases whose keys all occur in other cases."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
@@ -28,6 +29,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
 from tests.e2e.tiny_families import GATED_DELTA, GATED_DELTA_EXPERTS, GLM, LATENT, SIZES
+from tests.lora_reference import write_adapters
 from tests.paths import BASE
 from tests.tiny_model import EOS_ID, add_mtp_layer, write_tiny_model
 
@@ -37,11 +39,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "n-grams for Qwen3.5": ("ngram", "qwen3_5_text", GATED_DELTA | TWO_LAYERS),
     "draft model": ("draft_model", "llama", {}),
     "GLM-4.6's MTP": ("mtp", "glm4_moe", GLM | dict(use_qk_norm=True)),
+    "GLM-4.6's MTP, adapters": ("mtp", "glm4_moe", GLM | dict(use_qk_norm=True)),
     "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", LATENT | dict(q_lora_rank=24, head_dim=64, moe_intermediate_size=32)),
     "Qwen3-Next's MTP": ("mtp", "qwen3_next", GATED_DELTA_EXPERTS | TWO_LAYERS),
     "Qwen3.5's MTP": ("mtp", "qwen3_5_text", GATED_DELTA | TWO_LAYERS),
 }
 """Method, and the policy's model_type and config.json keys in addition to SIZES."""
+RANK, ALPHAS = 4, (8, 16)
+"""Rank of the adapters, and their scales times the rank in the two versions of the policy."""
 TRUNCATED = dict(top_k=8, top_p=0.9)
 OUTCOMES, TOKENS = 4, 3
 """Tokens to choose from, and sampled tokens, of a response whose distribution is compared."""
@@ -63,18 +68,22 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     from megarl.rollout.vllm.engine import VllmEngine
 
     method, model_type, keys = CASES[case]
-    first = write_tiny_model(folder / "first", model_type, **SIZES | keys)
+    base = write_tiny_model(folder / "base", model_type, **SIZES | keys)
     if "linear_num_key_heads" in keys:
-        scale_embedding(first)
+        scale_embedding(base)
     if method == "mtp":
-        add_mtp_layer(first)
-    second = changed(first, folder / "second")
+        add_mtp_layer(base)
+    if "adapters" in case:
+        first, second = (adapted(base, folder / f"{alpha}", alpha) for alpha in ALPHAS)
+    else:
+        first, second = base, changed(base, folder / "second")
     # The draft model is the first version of the policy, so that it is right often, but not always.
     drafts = {"method": method, "tokens": 3, "path": str(first) if method == "draft_model" else None}
     overrides = [f"model.path={first}", "model.dtype=float32", "data.source=arithmetic", "rollout.context_length=200"]
     overrides += [f"rollout.max_new_tokens={LONG}", "rollout.kv_cache_gib=0.05"]
     overrides += [f"rollout.speculative={json.dumps(drafts)}"]
     overrides += ["actor.mtp.loss_coefficient=0.0"] if method == "mtp" else []
+    overrides += [f"actor.lora.rank={RANK}"] if "adapters" in case else []
     config = load(BASE, overrides)
     engine_arguments.NGRAM_LENGTHS = (1, 3)
     engine = VllmEngine(config.rollout, engine_arguments.rollout_arguments(config.rollout, first, "float32", 0))
@@ -174,13 +183,29 @@ def scale_embedding(folder: Path) -> None:
 
 def changed(folder: Path, target: Path) -> Path:
     """Write a copy of a model with other weights."""
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
     generator = torch.Generator().manual_seed(1)
     weights = load_file(folder / "model.safetensors")
     noisy = {name: w + 0.3 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
-    save_file(noisy, target / "model.safetensors", metadata={"format": "pt"})
+    return write_copy(folder, target, noisy)
+
+
+def adapted(folder: Path, target: Path, alpha: int) -> Path:
+    """Write a copy of a model into which PEFT has merged random adapters. The layer for multi-token prediction, which
+    transformers does not load, is the original one."""
+    adapters = write_adapters(target.with_suffix(".adapters"), folder, RANK, alpha)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    merged = target.with_suffix(".merged")
+    PeftModel.from_pretrained(model, adapters).merge_and_unload().save_pretrained(merged)
+    weights, others = (load_file(path / "model.safetensors") for path in (merged, folder))
+    return write_copy(folder, target, others | weights)
+
+
+def write_copy(folder: Path, target: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """Write a copy of a model with these weights."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 

@@ -31,12 +31,14 @@ from megarl.config.load import load
 from megarl.config.logprob_check_schema import ROUNDING
 from megarl.config.schema import Config
 from megarl.core.completion import NO_ROUTE, VersionRun
+from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
 from megarl.core.score import NO_BASELINE, Baseline
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
+from megarl.models.trained_model import policy_hf_config
 from megarl.resharding.families import (
     huggingface_holder,
     quantized_destinations,
@@ -45,7 +47,7 @@ from megarl.resharding.families import (
     vllm_holders,
 )
 from megarl.resharding.families.vllm import padded_experts
-from megarl.resharding.piece import ITEM_BYTES
+from megarl.resharding.piece import ITEM_BYTES, Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
@@ -57,6 +59,7 @@ from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.run import mapped_shared_memory
+from tests.e2e.speculative import scale_embedding
 from tests.e2e.tiny_families import (
     GATED_DELTA,
     GATED_DELTA_EXPERTS,
@@ -68,11 +71,12 @@ from tests.e2e.tiny_families import (
     TWO_GROUPS,
     YARN,
 )
+from tests.marks import exhaustive_but
 from tests.paths import BASE
 from tests.routes import Replayed
 from tests.samples import training_ref
 from tests.timing import QUIET_S, RUN_S, SHORT_S, WAIT_S
-from tests.tiny_model import store_as_mxfp4, write_tiny_model
+from tests.tiny_model import add_mtp_layer, store_as_mxfp4, write_tiny_model
 
 pytestmark = pytest.mark.slow
 STACKS = "stacks.txt"
@@ -432,9 +436,10 @@ OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
     *("GLM-4.6", "Qwen3.5", "Qwen3.5, experts", "Qwen3-Next", "gpt-oss"),
 )
-EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1)}
-"""Padded experts, tied dense weights with adapters, and gated delta nets. The others are exhaustive. An engine with two
-workers is in the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
+EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1), ("GLM-4.6", 1)}
+"""Padded experts, tied dense weights with adapters, gated delta nets, and drafts beside adapters. The others are
+exhaustive. An engine with two workers is in the cluster test of colocated PPO, and a refit of running requests in
+test_rollouts_ahead.py."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
@@ -451,6 +456,9 @@ BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2), ("gpt-oss, MXFP4", 1)]
 """vLLM would pack a convolution of this dtype for its CPU kernels. MXFP4 is read and exported in this dtype."""
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1), ("Qwen3.5, experts", 1), ("GLM-4.6", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
+DRAFTING = [("GLM-4.6", 1)]
+"""Cases whose engine drafts tokens with the layer for multi-token prediction, which has no adapters."""
+OWN_DRAFTS = "rollout.speculative.method=mtp"
 
 
 class Trainers:
@@ -507,19 +515,24 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
     folder = write_tiny_model(tmp_path / "model", model_type, **SIZES | changes)
     if "MXFP4" in name:
         store_as_mxfp4(folder)
+    drafts = (name, tp) in DRAFTING
+    if drafts:
+        add_mtp_layer(folder)
     truncated = [] if (name, tp) in IN_FLIGHT else ["rollout.top_k=7", "rollout.top_p=0.8"]
     routes = ["actor.experts.replay_routes=true"] if (name, tp) in REPLAYED else []
     adapters = ["actor.lora.rank=4"] if (name, tp) in ADAPTED else []
     scaled = "actor.megatron_overrides.optimizer.initial_loss_scale=256.0"
     float16 = ["model.dtype=float16", scaled] if (name, tp) in FLOAT16 else []
     float16 += ["model.dtype=bfloat16"] if (name, tp) in BFLOAT16 else []
-    config = config_of(folder, layout, tp, [*truncated, *routes, *adapters, *float16])
-    hf_config, dtype, agreement = read_config(folder), config.model.dtype, ROUNDING[config.model.dtype]
+    own_drafts = ["actor.mtp.loss_coefficient=0.0", OWN_DRAFTS] if drafts else []
+    config = config_of(folder, layout, tp, [*truncated, *routes, *adapters, *float16, *own_drafts])
+    hf_config, dtype = policy_hf_config(config, read_config(folder)), config.model.dtype
+    agreement = ROUNDING[dtype]
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes(engine_context(), EngineSide, config, folder, False)
     padded = padded_experts(engine.call("parameters")[0])
     assert "pads" not in name or padded > changes["moe_intermediate_size"] / tp
-    targets = [vllm_holder(hf_config, tp, rank, replica=0, dtype=dtype, padded_experts=padded) for rank in range(tp)]
+    targets = vllm_holders(hf_config, tp, 1, dtype, padded_experts=padded, drafts=drafts)
     plan, shared_memory = ordered(make_plan(trainers.holders, targets, BUCKET_BYTES)), trainers.shared_memory()
     assert not any(
         target.shard.mismatched_params(params)
@@ -547,6 +560,7 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
         trainers.call("prepare_refit")
         engine.call("refit", version)
     check_routes(samples, bool(routes), changes)
+    assert any(sample.drafts.num_accepted for sample in samples) == drafts
     exported = trainers.export(hf_config, trainers.shared_memory(for_refit=False), tmp_path / "exported")
     late_samples: list[Sample] = []
     if (name, tp) in IN_FLIGHT:
@@ -570,7 +584,7 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
         assert difference(sample.response_logprobs, from_fresh[sample.id].response_logprobs) <= 1e-5
 
     engines = [engine, fresh]
-    plan, right = connect_by_p2p(trainers, engines, hf_config, tp, dtype, padded)
+    plan, right = connect_by_p2p(trainers, engines, hf_config, targets)
     check_wrong_weights_are_rejected(trainers, engines, right)
     check_refits_by_p2p(trainers, engines, plan, right, model_bytes, expected)
     assert [remote.call("greedy", prompts()) for remote in engines] == [after, after]
@@ -644,15 +658,16 @@ def check_greedy_samples(
 
 
 def connect_by_p2p(
-    trainers: Trainers, engines: Sequence[Remote], hf_config, tp: int, dtype: str, padded: int | None
+    trainers: Trainers, engines: Sequence[Remote], hf_config, targets: Sequence[Holder]
 ) -> tuple[Plan, dict[Region, Checksum]]:
-    """Connect engines on another node, which receives shared regions once and forwards them.
+    """Connect engines on another node, which receives shared regions once and forwards them. `targets` are the holders
+    of one engine.
 
     Returns:
         The plan, and each engine's expected checksums.
     """
     holders = [
-        [replace(vllm_holder(hf_config, tp, k, replica, dtype=dtype, padded_experts=padded), node=1) for k in range(tp)]
+        [replace(target, name=f"vllm:{replica}.{k}", node=1) for k, target in enumerate(targets)]
         for replica in range(2)
     ]
     plan = ordered(make_plan(trainers.holders, [holder for workers in holders for holder in workers], BUCKET_BYTES))
@@ -801,18 +816,37 @@ BLOCKS |= dict(num_hidden_layers=2, intermediate_size=384, max_position_embeddin
 """Sizes that the engine shards at blocks of 128 while the trainer's two tensor-parallel ranks split blocks."""
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_fp8_block_engine_equals_vllm_quantization(model_type, tmp_path, remotes):
+# vLLM's CPU build has no kernels for quantized experts, so all layers are dense. vLLM dequantizes whole blocks of
+# kv_b_proj.
+QUANTIZED_LATENT = dict(
+    num_key_value_heads=4, q_lora_rank=128, qk_nope_head_dim=32, v_head_dim=32, first_k_dense_replace=3
+)
+FP8_MODELS = {
+    "Llama": ("llama", {}),
+    "Qwen3": ("qwen3", {}),
+    "DeepSeek-V3, drafts": ("deepseek_v3", LATENT | QUANTIZED_LATENT),
+}
+"""model_type, and config.json keys in addition to BLOCKS."""
+
+
+@pytest.mark.parametrize("name", exhaustive_but(FP8_MODELS, "DeepSeek-V3, drafts"))
+def test_fp8_block_engine_equals_vllm_quantization(name, tmp_path, remotes):
     """After two in-place refits with weights quantized by the trainer, the engine equals a fresh one that quantizes
-    the exported model itself."""
-    folder = write_tiny_model(tmp_path / "model", model_type, **BLOCKS, tie_word_embeddings=False)
-    quantized = ("model.dtype=bfloat16", "rollout.quantization=fp8_block")
-    config, hf_config = config_of(folder, ROWS, 1, quantized), read_config(folder)
+    the exported model itself. DeepSeek-V3's engine drafts tokens with the layer for multi-token prediction, which the
+    updates train."""
+    model_type, changes = FP8_MODELS[name]
+    folder = write_tiny_model(tmp_path / "model", model_type, **BLOCKS | changes, tie_word_embeddings=False)
+    common, drafts = ["model.dtype=bfloat16"], "drafts" in name
+    if drafts:
+        scale_embedding(folder)
+        add_mtp_layer(folder)
+        common += [OWN_DRAFTS, "actor.mtp.loss_coefficient=0.3"]
+    config = config_of(folder, ROWS, 1, [*common, "rollout.quantization=fp8_block"])
+    hf_config = policy_hf_config(config, read_config(folder))
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes(engine_context(), EngineSide, config, folder, False)
     sources = quantized_sources(hf_config, trainers.holders)
-    targets = quantized_destinations(hf_config, vllm_holders(hf_config, 1, 1, "bfloat16"))
+    targets = quantized_destinations(hf_config, vllm_holders(hf_config, 1, 1, "bfloat16", drafts=drafts))
     assert targets[0].shard.mismatched_params(engine.call("parameters")[0]) == []
     assert engine.call("repacking") == []
     whole = quantized_destinations(hf_config, [huggingface_holder(hf_config, "bfloat16")])
@@ -824,17 +858,26 @@ def test_fp8_block_engine_equals_vllm_quantization(model_type, tmp_path, remotes
         [worker] = engine.call("refit", version, trainers.expected(hf_config, targets, make_plan(sources, whole)))
         assert worker.num_bytes == targets[0].shard.num_bytes
         if version == 0:
-            trainers.call("update", engine.call("sample", prompts()))
+            samples = engine.call("sample", prompts())
+            assert any(sample.drafts.num_accepted for sample in samples) == drafts
+            trainers.call("update", samples)
     exported = trainers.export(hf_config, trainers.shared_memory(for_refit=False), tmp_path / "exported")
     by_vllm = "rollout.vllm_overrides={block_size: 32, max_num_seqs: 4, quantization: fp8_per_block}"
-    online = config_of(exported, ROWS, 1, ("model.dtype=bfloat16", by_vllm))
+    online = config_of(exported, ROWS, 1, [*common, by_vllm])
     fresh = remotes(engine_context(), EngineSide, online, exported, True)
     expected, answers = fresh.call("checksums"), fresh.call("greedy", prompts())
     assert engine.call("checksums") == expected
     assert engine.call("greedy", prompts()) == answers
+    of_both = [[sample.drafts for sample in remote.call("sample", prompts())] for remote in (engine, fresh)]
+    assert of_both[0] == of_both[1]
 
     by_loader = [replace(whole[0], name="vllm:0.0")]
-    engine.call("connect", make_plan(sources, by_loader, BUCKET_BYTES), shared_memory, by_loader, True)
+    arguments = make_plan(sources, by_loader, BUCKET_BYTES), shared_memory, by_loader, True
+    if drafts:
+        with pytest.raises(UserError, match="repack weights, so refits cannot write the layer for multi-token"):
+            engine.call("connect", *arguments)
+        return
+    engine.call("connect", *arguments)
     engine.call("wipe")
     engine.call("refit", 2, trainers.expected(hf_config, by_loader, make_plan(sources, whole)))
     assert engine.call("checksums") == expected

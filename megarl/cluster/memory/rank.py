@@ -16,7 +16,7 @@ from megarl.models.mtp import trains_mtp
 from megarl.models.shape import LayerKind, ModelShape
 from megarl.ops.tile import TILE
 from megarl.resharding.families import megatron_holder
-from megarl.resharding.families.adapters import EXPERTS, NOT_ADAPTED, SHARED, adapter_holder
+from megarl.resharding.families.adapters import EXPERTS, SHARED, UNQUANTIZED, adapted_weights, adapter_holder
 from megarl.resharding.families.mtp import MTP
 from megarl.resharding.families.z_image import CAPTION_STACK
 
@@ -71,6 +71,7 @@ class RankParameters:
         is_last: whether the rank is on the last stage, which has the final norm or the output layer.
         adapters: number of adapter parameters, which are then the only trained ones; None without adapters.
         expert_adapters: number of adapter parameters for experts, without factors shared by all experts in a layer.
+        merged: number of matrix elements with adapters, of which a merged copy is kept for the engines.
         constant: number of parameters that are never trained, such as SD3's position embedding.
         constant_experts: number of those in routed experts.
     """
@@ -82,6 +83,7 @@ class RankParameters:
     is_last: bool
     adapters: int | None = None
     expert_adapters: int = 0
+    merged: int = 0
     constant: int = 0
     constant_experts: int = 0
 
@@ -97,28 +99,30 @@ class RankParameters:
         """Return the size of the weights in bytes, as in RankMemory. num_bytes: bytes per element."""
         if self.adapters is None:
             return self.count * num_bytes
-        return (self.count + self.matrices) * num_bytes + self.adapters * FLOAT32
+        return (self.count + self.merged) * num_bytes + self.adapters * FLOAT32
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any], layout: Layout, rank: int, lora: Lora | None = None) -> RankParameters:
         holder = megatron_holder(hf_config, layout, rank)
-        adapters, expert_adapters = None, 0
+        adapters, expert_adapters, merged = None, 0, 0
         if lora is not None:
             assert lora.rank is not None, "actor.lora.rank is not set"
             factors = adapter_holder(holder, lora.rank, lora.share_experts).shapes
             adapters = sum(map(prod, factors.values()))
             expert_adapters = sum(prod(s) for name, s in factors.items() if EXPERTS in name and SHARED not in name)
+            merged = sum(prod(holder.shapes[adapted.weight]) for adapted in adapted_weights(holder, lora.share_experts))
         sizes = {name: prod(size) for name, size in holder.shapes.items()}
         kept = {name for name in sizes if MTP in name and not trains_mtp(hf_config)}
         matrices = [name for name, size in holder.shapes.items() if ".layers." in name and len(size) == 2]
         return cls(
             count=sum(sizes.values()),
             experts=sum(size for name, size in sizes.items() if EXPERTS in name),
-            matrices=sum(sizes[name] for name in matrices if not any(part in name for part in NOT_ADAPTED)),
+            matrices=sum(sizes[name] for name in matrices if not any(part in name for part in UNQUANTIZED)),
             layers=tuple(_layers(sizes)),
             is_last=any("final_layernorm" in name or ".output_modulation." in name for name in sizes),
             adapters=adapters,
             expert_adapters=expert_adapters,
+            merged=merged,
             constant=sum(size for name, size in sizes.items() if name.endswith(".position_embedding") or name in kept),
             constant_experts=sum(sizes[name] for name in kept if EXPERTS in name),
         )

@@ -38,13 +38,13 @@ def adapters_exclude_new_heads(config: Config) -> Iterator[str]:
         )
 
 
-def adapters_exclude_mtp(config: Config) -> Iterator[str]:
-    """Checkpoints with adapters omit the model's weights, and an exported folder would lack the layer."""
-    if config.actor.adapters is not None and config.actor.has_mtp:
+def adapters_exclude_training_mtp(config: Config) -> Iterator[str]:
+    coefficient, rank = config.actor.mtp.loss_coefficient, config.actor.lora.rank
+    if config.actor.adapters is not None and config.actor.mtp.is_trained:
         yield (
-            f"actor.mtp.loss_coefficient={config.actor.mtp.loss_coefficient}: adapters (actor.lora.rank="
-            f"{config.actor.lora.rank}) do not support multi-token prediction. Fix: set "
-            "actor.mtp.loss_coefficient=null or actor.lora.rank=null"
+            f"actor.mtp.loss_coefficient={coefficient}: with actor.lora.rank={rank} only adapters are trained and "
+            "checkpointed, but the layer for multi-token prediction has none. Fix: set actor.mtp.loss_coefficient=0.0, "
+            "which keeps the layer, or actor.lora.rank=null"
         )
 
 
@@ -150,7 +150,7 @@ def engine_overrides_allow_route_replay(config: Config) -> Iterator[str]:
 RULES = (
     adapters_exclude_patterns,
     adapters_exclude_new_heads,
-    adapters_exclude_mtp,
+    adapters_exclude_training_mtp,
     objective_allows_training_mtp,
     adapters_exclude_fp8,
     adapters_exclude_reference_renewal,

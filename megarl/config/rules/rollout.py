@@ -172,15 +172,6 @@ def drafts_need_the_mtp_layer(config: Config) -> Iterator[str]:
         )
 
 
-def quantized_engines_do_not_draft_with_mtp(config: Config) -> Iterator[str]:
-    if config.rollout.drafts_with_mtp and config.rollout.quantization is not None:
-        yield (
-            f"rollout.speculative.method=mtp: with rollout.quantization={config.rollout.quantization}, engines cannot "
-            "receive the layer for multi-token prediction. Fix: set rollout.quantization=null or "
-            "rollout.speculative.method=ngram"
-        )
-
-
 def sde_steps_are_denoising_steps(config: Config) -> Iterator[str]:
     denoising = config.rollout.denoising
     within, end, reason = denoising.noised_within, denoising.num_steps, ""
@@ -218,6 +209,5 @@ RULES = (
     sleeping_engines_have_no_draft_model,
     routes_are_not_speculative,
     drafts_need_the_mtp_layer,
-    quantized_engines_do_not_draft_with_mtp,
     sde_steps_are_denoising_steps,
 )

@@ -19,6 +19,7 @@ from megarl.megatron.checkpoint.source import is_of_a_run, model_path
 from megarl.models.denoiser import is_denoiser, shape_of
 from megarl.models.folder import loadable_path, read_config, resolve
 from megarl.models.peft import PREFIX
+from megarl.models.trained_model import policy_hf_config
 from megarl.models.weights_hash import weights_hash
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.adapters import A, B, expert_tensor_names
@@ -126,7 +127,7 @@ def adapters_to_huggingface(
                 f"{adapters.base}: the adapters in {path} were trained on different base weights. Fix: pass --hf with "
                 "the folder of the original base model"
             )
-        hf_config, dtype = read_config(adapters.base), adapters.config.model.dtype
+        hf_config, dtype = policy_hf_config(adapters.config, read_config(adapters.base)), adapters.config.model.dtype
         weights = huggingface_holder(hf_config, dtype)
         base.with_file_dtypes(weights)  # validates the folder
         transport = MergedWeights(base, weights, adapters)

@@ -17,6 +17,7 @@ from megarl.core.errors import UserError
 from megarl.models.peft import PREFIX, format_of
 from megarl.models.weight_files import open_file, require_dtype
 from megarl.resharding.families.canonical import canonical_of
+from megarl.resharding.families.mtp import MTP
 from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, whole
 
 A, B = "lora_A", "lora_B"
@@ -27,8 +28,11 @@ EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
 """Substrings of local parameter names: of expert parameters, and of factors shared by all experts in a layer."""
 
 _LAYER = ".layers."
-NOT_ADAPTED = (".mlp.router.", ".shared_experts.gate_weight", ".modulation.", ".caption_modulation.")
-"""Substrings of the names of weights in layers that have no adapters."""
+UNQUANTIZED = (".mlp.router.", ".shared_experts.gate_weight", ".modulation.", ".caption_modulation.", ".eh_proj.")
+"""Substrings of the names of matrices in layers that are never quantized and have no adapters."""
+
+NOT_ADAPTED = (*UNQUANTIZED, MTP)
+"""Substrings of the names of matrices in layers that have no adapters."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _DOWN = (".down_proj.", ".w2.")
@@ -64,9 +68,9 @@ def is_factor(name: str) -> bool:
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
     """Return the adapted weights: those of all linear layers in the model's layers, including an image model's
-    refiners, except routers, gates of shared experts and modulations by the noise level. With `share_experts`, the
-    experts in a layer share the factor next to the hidden states: A for gate and up projections, B for down
-    projections."""
+    refiners, except routers, gates of shared experts, modulations by the noise level and multi-token prediction. With
+    `share_experts`, the experts in a layer share the factor next to the hidden states: A for gate and up projections, B
+    for down projections."""
     return [
         _adapted(name, pieces, share_experts)
         for name, pieces in holder.shard.by_parameter().items()
@@ -138,10 +142,11 @@ def _shared_factor(projection: str) -> str | None:
 
 
 def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) -> Holder:
-    """Return the holder of all adapter tensors for a model, named "peft"."""
+    """Return the holder of all adapter tensors for a model, named "peft". The layer for multi-token prediction has
+    none."""
     canonical = canonical_of(hf_config)
     shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(canonical.num_layers):
+    for layer in sorted({*range(canonical.num_layers)}.difference(canonical.following_layers().values())):
         linear = canonical.quantized(layer)  # all matrices except routers, their gates and modulations
         for name, (rows, columns) in ((name, canonical.layer_shapes(layer)[name]) for name in sorted(linear)):
             projection = canonical.layer_prefix(layer) + name

@@ -22,11 +22,12 @@ SCALES = "_scale_inv"
 
 
 def quantized_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the quantized tensors: all matrices in the decoder layers except routers."""
+    """Return the names of the quantized tensors: all matrices in the decoder layers, including the one for multi-token
+    prediction, except routers."""
     canonical = Canonical(hf_config)
     return frozenset(
         canonical.layer_prefix(layer) + name
-        for layer in range(canonical.model.num_layers)
+        for layer in range(canonical.num_layers)
         for name in canonical.quantized(layer)
     )
 

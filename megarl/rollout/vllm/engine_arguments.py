@@ -176,7 +176,8 @@ def _speculative_arguments(config: Rollout, model_folder: Path) -> dict[str, Any
 def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
     """Return the hf_overrides for an engine that receives quantized weights."""
     hf_config = read_config(model_folder)
-    if not device.on_cuda() and experts(completed(hf_config)) is not None:
+    mixture = experts(completed(hf_config))
+    if not device.on_cuda() and mixture is not None and any(mixture.layers):
         raise UserError(
             f"rollout.quantization={name}: {model_folder} has experts, but vLLM's CPU kernels for quantized experts do "
             "not support refits. Fix: set rollout.quantization=null, or run this model on GPUs"

@@ -143,8 +143,8 @@ class RefitExtension:
 
     def _refit(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
         stats = self._receiver.write(self._parameters(), expected)
-        for model in (self.model_runner.get_model(), self._drafter):
-            if model is not None and _process_weights(model, self.model_runner.model_config.dtype):
+        for model in self._models:
+            if _process_weights(model, self.model_runner.model_config.dtype):
                 self._is_rewritten = True
         return stats
 
@@ -193,6 +193,11 @@ class RefitExtension:
             return None
         return getattr(runner, "drafter" if hasattr(runner, "drafter") else "speculator").model
 
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        """The models whose weights a refit writes: the policy, and its layer for multi-token prediction."""
+        return [self.model_runner.get_model(), *([] if self._drafter is None else [self._drafter])]
+
     def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the parameters that a refit writes: name -> (shape, dtype)."""
         return shapes_and_dtypes(self._parameters())
@@ -208,7 +213,7 @@ class RefitExtension:
 
     def repacking(self) -> list[str]:
         """See Engine.repacking."""
-        return _repacking(self.model_runner.get_model())
+        return [line for model in self._models for line in _repacking(model)]
 
     def describe(self) -> str:
         """Describe the settings that can change the last digits of log-probs when an engine restarts."""

@@ -19,6 +19,7 @@ from megarl.config.model_schema import Mtp
 from megarl.core.errors import UserError
 from megarl.megatron.checkpoint import adapters as stored_adapters
 from megarl.megatron.workers.trainer import TrainerWorker
+from megarl.models.mtp import add_mtp
 from megarl.models.peft import PREFIX, WEIGHTS
 from megarl.resharding.families.adapters import peft_holder
 from megarl.resharding.peft_folder import PeftFolder, save_adapters
@@ -61,8 +62,10 @@ def test_all_projections_except_routers_are_adapted(changes):
         for name, tensor in random_checkpoint(config).items()
         if ".layers." in name and tensor.dim() == 2 and not name.endswith(("mlp.gate.weight", "mlp.router.weight"))
     }
+    shapes = peft_holder(config, 2, share_experts=False).shapes
+    assert peft_holder(add_mtp(config), 2, share_experts=False).shapes == shapes
     for factor in ("lora_A", "lora_B"):
-        names = {name for name in peft_holder(config, 2, share_experts=False).shapes if factor in name}
+        names = {name for name in shapes if factor in name}
         assert {name.removeprefix(PREFIX).removesuffix(f".{factor}.weight") for name in names} == projections
 
 

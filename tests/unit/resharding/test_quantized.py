@@ -12,6 +12,7 @@ import torch
 from vllm import _custom_ops
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
+from megarl.models.mtp import add_mtp, num_mtp_layers
 from megarl.resharding import quantized_copy
 from megarl.resharding.execute import execute
 from megarl.resharding.families import (
@@ -23,6 +24,7 @@ from megarl.resharding.families import (
 )
 from megarl.resharding.families.megatron import Coordinates
 from megarl.resharding.families.quantized import SCALES, quantization_config
+from megarl.resharding.families.vllm import DRAFTER
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.check import check_plan
 from megarl.resharding.planning.planner import make_plan
@@ -33,7 +35,7 @@ from tests.marks import exhaustive_but
 from tests.published_models import CONFIGS
 from tests.timing import WAIT_S
 from tests.unit.resharding.cases import layout_of
-from tests.unit.resharding.vllm_world import weights, worker
+from tests.unit.resharding.vllm_world import SHARED, weights, worker
 
 # vLLM compiles this function, which takes half a minute; the uncompiled one computes the same bits.
 quantize = per_block_cast_to_fp8._torchdynamo_orig_callable
@@ -68,6 +70,12 @@ MODELS = {
         num_experts_per_tok=2,
         n_group=1,
         topk_group=1,
+    ),
+    "GLM-4.6, multi-token prediction": add_mtp(
+        CONFIGS["GLM-4.6"]
+        | SIZES
+        | dict(first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2, max_position_embeddings=64)
+        | dict(num_nextn_predict_layers=1)
     ),
 }
 LAYOUTS = {
@@ -140,12 +148,18 @@ def copies_of(sources, quantized, layout, tensors) -> dict[str, dict[str, torch.
         return {source.name: tensors for source, tensors in zip(sources, sent, strict=True)}
 
 
+def engines(config, tp: int) -> list[Holder]:
+    """Return the holders of an engine, which drafts tokens if the model keeps its layer for multi-token prediction."""
+    return vllm_holders(config, tp, 1, "bfloat16", drafts=num_mtp_layers(config) > 0)
+
+
 CASES = [(name, layout) for name in MODELS for layout in LAYOUTS if name != "Llama" or "ep" not in layout]
 KEPT = (
     ("Llama", "one process"),
     ("Llama", "tp=2 pp=2 dp=2"),
     ("Qwen3, experts", "tp=8 ep=2 etp=4"),
     ("DeepSeek-V3", "tp=8"),
+    ("GLM-4.6, multi-token prediction", "tp=2 pp=2 dp=2"),
 )
 
 
@@ -162,7 +176,7 @@ def test_engines_and_folder_match_vllms_quantizer(name, layout):
     copies = copies_of(sources, quantized, layout, tensors)
     expected = quantized_by_vllm(config, tensors)
     folder = replace(huggingface_holder(config, "bfloat16"), name="folder")
-    for holders in (vllm_holders(config, 1, 1, "bfloat16"), vllm_holders(config, 2, 1, "bfloat16"), [folder]):
+    for holders in (engines(config, 1), engines(config, 2), [folder]):
         targets = [  # each on its own node, so that nothing is forwarded
             replace(holder, node=1 + i) for i, holder in enumerate(quantized_destinations(config, holders))
         ]
@@ -232,7 +246,7 @@ def quantized_by_vllm(config, tensors) -> dict[str, torch.Tensor]:
     """Quantize the linear layers and experts of a checkpoint with vLLM's quantizer."""
     result = {}
     for name, tensor in tensors.items():
-        if name.endswith(("proj.weight", "proj_with_mqa.weight")):
+        if name.endswith(("proj.weight", "proj_with_mqa.weight")) and not name.endswith("eh_proj.weight"):
             result[name], result[name + SCALES] = quantize(tensor, [128, 128])
         else:
             result[name] = tensor
@@ -252,14 +266,16 @@ def test_vllm_loads_quantized_checkpoints_where_declared(name, tp, tmp_path, mon
     monkeypatch.setattr(_custom_ops, "_supports_cpu_fp8_w8a16", True)
     config = MODELS[name]
     expected = quantized_by_vllm(config, checkpoint(config))
-    [*holders] = quantized_destinations(config, vllm_holders(config, tp, 1, "bfloat16"))
-    for rank, holder in enumerate(holders):
-        with worker(
-            tmp_path, config | dict(quantization_config=quantization_config(config)), tp, rank, device="cpu"
-        ) as model:
-            model.load_weights(iter(expected.items()))
-            # vLLM removes the parameters of `.attn.` after loading.
-            real = {n: tensor for n, tensor in weights(model).items() if ".attn." not in n}
+    described = config | dict(quantization_config=quantization_config(config))
+    models = {"": False} | ({DRAFTER: True} if num_mtp_layers(config) else {})
+    for rank, holder in enumerate(quantized_destinations(config, engines(config, tp))):
+        real = {}
+        for prefix, drafts in models.items():
+            with worker(tmp_path, described, tp, rank, device="cpu", drafts=drafts) as model:
+                model.load_weights(iter(expected.items()))
+                # vLLM removes the parameters of `.attn.` after loading.
+                kept = {n: tensor for n, tensor in weights(model).items() if ".attn." not in n}
+            real |= {prefix + n: tensor for n, tensor in kept.items() if not (drafts and n.endswith(SHARED))}
         declared = held(holder, expected)
         assert {n: (t.shape, t.dtype) for n, t in declared.items()} == {n: (t.shape, t.dtype) for n, t in real.items()}
         assert not [n for n, tensor in real.items() if not torch.equal(bits(tensor), bits(declared[n]))], f"rank {rank}"

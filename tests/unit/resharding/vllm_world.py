@@ -23,6 +23,9 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
+"""Name suffixes of the parameters that the model for multi-token prediction shares with the policy in an engine."""
+
 
 class Group:
     """A fake process group with the attributes that model classes read."""

@@ -32,8 +32,8 @@ LORA = "actor.lora.rank=8"
             "trained",
         ),
         (
-            ["actor.mtp.loss_coefficient=0.0"],
-            "actor.mtp.loss_coefficient=0.0: adapters (actor.lora.rank=8) do not support multi-token prediction. Fix",
+            ["actor.mtp.loss_coefficient=0.1"],
+            "actor.mtp.loss_coefficient=0.1: with actor.lora.rank=8 only adapters are trained and checkpointed, but",
         ),
         (
             ["model.dtype=bfloat16", "actor.fp8=blockwise"],

@@ -56,10 +56,6 @@ MTP = ["rollout.speculative.method=mtp", "actor.mtp.loss_coefficient=0.0"]
             "rollout.speculative.method=mtp: with actor.mtp.loss_coefficient=null, the layer for multi-token",
         ),
         (
-            [*MTP, "rollout.quantization=fp8_block", "model.dtype=bfloat16"],
-            "rollout.speculative.method=mtp: with rollout.quantization=fp8_block, engines cannot receive the layer",
-        ),
-        (
             ["rollout.speculative.tokens=5"],
             "rollout.speculative.tokens=5: has no effect unless rollout.speculative.method=ngram. Fix",
         ),
@@ -90,6 +86,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["rollout.speculative.method=ngram", "rollout.max_staleness=1", "rollout.top_k=20"],
         ["rollout.speculative={method: draft_model, path: m, tokens: 128}"],
         MTP,
+        [*MTP, "rollout.quantization=fp8_block", "model.dtype=bfloat16", "actor.lora.rank=8"],
         ["rollout.top_p=0.9", "rollout.top_k=20"],
         ["rollout.top_k=1"],
         ["rollout.max_staleness=1", "cluster.placement=disaggregated"],

@@ -372,6 +372,14 @@ def test_separate_drafting_layers_have_the_parameters_of_a_refit(vllm, file, mod
     assert "name = name.replace('mtp.', 'model.')" in loader and "self.model = " in loader
 
 
+def test_drafting_layers_are_quantized_as_the_policy(vllm: Path) -> None:
+    """The model for multi-token prediction has the quantization of the engine's config, not of the draft's config."""
+    for file, name in (("glm4_moe_mtp.py", "Glm4MoeMultiTokenPredictor"), ("deepseek_mtp.py", "DeepSeekMTP")):
+        assert "vllm_config.quant_config" in ast.unparse(class_of(vllm / "model_executor/models" / file, name))
+    eagle = (vllm / "v1/worker/gpu/spec_decode/eagle/utils.py").read_text("utf-8")
+    assert "vllm_config=vllm_config, model_config=draft_model_config" in eagle and "quant_config" not in eagle
+
+
 def test_runners_have_the_drafter_that_refits_write(vllm: Path) -> None:
     assert "self.drafter.load_model(self.model)" in (vllm / "v1/worker/gpu_model_runner.py").read_text("utf-8")
     runner = (vllm / "v1/worker/gpu/model_runner.py").read_text("utf-8")
