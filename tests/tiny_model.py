@@ -147,7 +147,8 @@ def write_eagle_draft(
     def noisy(*shape: int, scale: float = 0.01) -> torch.Tensor:
         return scale * torch.randn(shape, generator=generator)
 
-    tensors = {"fc.weight": noisy(hidden, 3 * hidden), "norm.weight": weights["model.norm.weight"].clone()}
+    zero = 1.0 if config["model_type"].startswith(("qwen3_next", "qwen3_5")) else 0.0  # norms are stored minus one
+    tensors = {"fc.weight": noisy(hidden, 3 * hidden), "norm.weight": zero + weights["model.norm.weight"]}
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         tensors[f"{layer}{name}.weight"] = 1 + noisy(hidden, scale=0.1)
     for name in ("q_proj", "k_proj", "v_proj"):

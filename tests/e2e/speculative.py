@@ -22,9 +22,11 @@ from megarl.core.sample import Sample
 from megarl.models.folder import read_config
 from megarl.models.trained_model import policy_hf_config
 from megarl.resharding.families import huggingface_holder, vllm_holder
-from megarl.resharding.families.vllm import DRAFTER, padded_experts
+from megarl.resharding.families.vllm import padded_experts
+from megarl.resharding.piece import Holder, whole
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.safetensors import SafetensorsFolder
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
 from tests.e2e.tiny_families import GATED_DELTA, GATED_DELTA_EXPERTS, GLM, GPT_OSS, LATENT, SIZES
@@ -32,22 +34,18 @@ from tests.paths import BASE
 from tests.tiny_model import EOS_ID, add_mtp_layer, write_eagle_draft, write_tiny_model
 
 TWO_LAYERS = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2, full_attention_interval=2)
+DEEPSEEK = LATENT | dict(q_lora_rank=24, head_dim=64, moe_intermediate_size=32)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "n-grams": ("ngram", "llama", {}),
     "n-grams for Qwen3.5": ("ngram", "qwen3_5_text", GATED_DELTA | TWO_LAYERS),
     "draft model": ("draft_model", "llama", {}),
     "GLM-4.6's MTP": ("mtp", "glm4_moe", GLM | dict(use_qk_norm=True)),
-    "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", LATENT | dict(q_lora_rank=24, head_dim=64, moe_intermediate_size=32)),
+    "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", DEEPSEEK),
     "Qwen3-Next's MTP": ("mtp", "qwen3_next", GATED_DELTA_EXPERTS | TWO_LAYERS),
     "Qwen3.5's MTP": ("mtp", "qwen3_5_text", GATED_DELTA | TWO_LAYERS),
     "Llama's EAGLE-3": ("eagle3", "llama", {}),
     "Qwen3's EAGLE-3": ("eagle3", "qwen3", {}),
     "gpt-oss's EAGLE-3": ("eagle3", "gpt_oss", GPT_OSS),
-    "DeepSeek-V3's EAGLE-3": (
-        "eagle3",
-        "deepseek_v3",
-        LATENT | dict(q_lora_rank=24, head_dim=64, moe_intermediate_size=32),
-    ),
     "Qwen3-Next's EAGLE-3": ("eagle3", "qwen3_next", GATED_DELTA_EXPERTS | TWO_LAYERS),
 }
 """Method, and the policy's model_type and config.json keys in addition to SIZES."""
@@ -99,8 +97,8 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (first, second)]
 
     hf_config = policy_hf_config(config, read_config(first))
-    source, weights = huggingface_holder(hf_config, "float32"), load_file(first / "model.safetensors")
-    weights = {name: weights[name] for name in source.shapes}
+    source = huggingface_holder(hf_config, "float32")
+    weights = read_tensors(source, first)
     [parameters] = engine.parameters()
     holders = [
         vllm_holder(hf_config, 1, 0, 0, "float32", padded_experts=padded_experts(parameters), drafts=method == "mtp")
@@ -145,9 +143,8 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     found["chi_square"] = chi_square(responses, models[0])
 
     with torch.no_grad():
-        for name, tensor in load_file(second / "model.safetensors").items():
-            if name in weights:
-                weights[name].copy_(tensor)
+        for name, tensor in read_tensors(source, second).items():
+            weights[name].copy_(tensor)
 
     async def through_a_refit() -> list[Sample]:
         steps, step = [], engine._step
@@ -182,6 +179,11 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     saved = load_file(second / "model.safetensors")
     shared = {name: weight.data[: SIZES["vocab_size"]] for name, weight in held.items() if id(weight) in policy}
     found["shared"] = {name: (weight - saved[name]).abs().max().item() for name, weight in shared.items()}
+
+
+def read_tensors(source: Holder, folder: Path) -> dict[str, torch.Tensor]:
+    with SafetensorsFolder(folder) as file:
+        return {name: file.read("", name, whole(shape)).contiguous() for name, shape in source.shapes.items()}
 
 
 def scale_embedding(folder: Path) -> None:

@@ -171,7 +171,7 @@ def test_eagle_draft_requires_its_method(draft, tmp_path: Path, monkeypatch: pyt
     actor, path = folder(tmp_path / "actor", **LLAMA), folder(tmp_path / "draft")
     (path / "config.json").write_text(json.dumps(draft))
     keys = [f"model.path={actor}", "data.source=arithmetic"]
-    with pytest.raises(UserError, match="is an EAGLE-3 draft. Fix: set rollout.speculative.method=eagle3"):
+    with pytest.raises(UserError, match=r"is an EAGLE-3 draft\. Fix: set rollout.speculative.method=eagle3"):
         find_models(load(BASE, [*keys, f"rollout.speculative={{method: draft_model, path: {path}}}"]))
 
 

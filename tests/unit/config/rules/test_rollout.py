@@ -49,7 +49,7 @@ MTP = ["rollout.speculative.method=mtp", "actor.mtp.loss_coefficient=0.0"]
         ),
         (
             ["rollout.speculative.method=eagle3"],
-            "rollout.speculative.method=eagle3: rollout.speculative.path=null. Fix: set rollout.speculative.path to an EAGLE-3",
+            "rollout.speculative.method=eagle3: rollout.speculative.path=null. Fix: set rollout.speculative.path",
         ),
         (
             ["rollout.speculative={method: eagle3, path: m}", "rollout.sleep=true"],
