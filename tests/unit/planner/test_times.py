@@ -197,7 +197,7 @@ def test_eagle_drafts_have_their_own_keys_and_values():
     eagle = dict(architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=32000)
     policy = CONFIGS["Llama-3.1-8B"]
     models = ModelParameters(policy), ModelParameters(policy | eagle)
-    drafting = recipe("rollout.speculative={method: eagle3, path: m}")
+    drafting = recipe("rollout.speculative={method: eagle3, path: m}", "rollout.sleep=false")
     assert engine_kv_bytes(drafting, *models, 1000) == (32 + 1) * 2 * 8 * 128 * 2 * 1000
 
 

@@ -374,12 +374,13 @@ def implementation(vllm: Path, architecture: str) -> tuple[str, str]:
 def bases(vllm: Path, module: str, name: str) -> set[str]:
     """Return the names of a model's base classes, including those in other modules of the folder."""
     file = vllm / f"model_executor/models/{module}.py"
-    imports = [node for node in tree(file).body if isinstance(node, ast.ImportFrom) and node.level == 1]
-    origins = {alias.name: node.module for node in imports for alias in node.names}
+    imports = [node for node in tree(file).body if isinstance(node, ast.ImportFrom)]
+    origins = {alias.name: (node.module or "").rpartition(".")[2] for node in imports for alias in node.names}
     defined_here = {node.name for node in tree(file).body if isinstance(node, ast.ClassDef)}
     names = {ast.unparse(base) for base in class_of(file, name).bases}
     further = {base: module if base in defined_here else origins.get(base) for base in names}
-    inner = (bases(vllm, where, base) for base, where in further.items() if where not in (None, "interfaces", "utils"))
+    files = {path.stem for path in file.parent.glob("*.py")} - {"interfaces", "utils"}
+    inner = (bases(vllm, where, base) for base, where in further.items() if where in files)
     return names.union(*inner)
 
 
