@@ -61,5 +61,5 @@ def check_cpu_speculation(folder: Path, hf_config: dict[str, Any], method: str) 
         raise UserError(
             f"rollout.speculative.method=eagle3: {folder} has latent attention, whose KV cache has blocks of 16 tokens "
             "in vLLM's CPU build, but the draft's attention needs blocks of a multiple of 32 tokens. Fix: set "
-            "rollout.speculative.method=null, or run this model on GPUs"
+            "rollout.speculative.method=null and rollout.speculative.path=null, or run this model on GPUs"
         )

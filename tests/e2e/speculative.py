@@ -22,6 +22,7 @@ from megarl.core.sample import Sample
 from megarl.models.folder import read_config
 from megarl.models.trained_model import policy_hf_config
 from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.families.eagle import eagle_bytes
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder, whole
 from megarl.resharding.planning.compact import CompactPlan
@@ -50,8 +51,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Method, and the policy's model_type and config.json keys in addition to SIZES."""
 OWN_WEIGHTS: dict[str, dict[str, Any]] = {
-    "Llama's EAGLE-3": dict(vocab=96, has_embedding=True),
-    "gpt-oss's EAGLE-3": dict(vocab=96),
+    "Llama's EAGLE-3": dict(vocab=96),
+    "gpt-oss's EAGLE-3": dict(vocab=96, has_embedding=True),
 }
 """Options of EAGLE-3 drafts that do not share the embedding and the output layer with the policy."""
 TRUNCATED = dict(top_k=8, top_p=0.9)
@@ -107,7 +108,8 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     channel = SharedMemory({source.name: publish(weights)})
     engine.connect(CompactPlan.of(make_plan([source], holders)), channel, holders, False)
     engine.refit(0)
-    drafter = getattr(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
+    runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    drafter = getattr(runner, "drafter", None)
 
     def sample(requests: Sequence[SamplingRequest]) -> list[Sample]:
         return asyncio.run(engine.generate(requests))
@@ -163,10 +165,13 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     found["later"] = [worst(models[1], item, {}) for item in later]
     if method == "ngram":
         return
-    policy = {
-        id(weight) for weight in engine._llm.llm_engine.model_executor.driver_worker.worker.get_model().parameters()
-    }
+    policy = {id(weight) for weight in runner.get_model().parameters()}
     held = dict(drafter.model.named_parameters())
+    if method == "eagle3":
+        shared = {name: weight.data[: SIZES["vocab_size"]] for name, weight in held.items() if id(weight) in policy}
+        found["shared"] = {name: (weight - weights[name]).abs().max().item() for name, weight in shared.items()}
+        held_bytes = sum(weight.nbytes for weight in held.values())
+        found["draft_bytes"] = [held_bytes, eagle_bytes(read_config(draft), 1, "float32")]
     own = {name: weight.data for name, weight in held.items() if id(weight) not in policy}
     kept = {name: weight.clone() for name, weight in own.items()}
     for weight in own.values():
@@ -176,9 +181,6 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     worker_extension._process_weights(drafter.model, torch.float32)
     found["draft_difference"] = max((kept[name] - weight).abs().max().item() for name, weight in own.items())
     found["num_own"] = len(own)
-    saved = load_file(second / "model.safetensors")
-    shared = {name: weight.data[: SIZES["vocab_size"]] for name, weight in held.items() if id(weight) in policy}
-    found["shared"] = {name: (weight - saved[name]).abs().max().item() for name, weight in shared.items()}
 
 
 def read_tensors(source: Holder, folder: Path) -> dict[str, torch.Tensor]:

@@ -153,7 +153,7 @@ def sleeping_engines_have_no_draft_model(config: Config) -> Iterator[str]:
         yield (
             f"rollout.speculative.method={config.rollout.speculative.method}: with rollout.sleep=true, engines discard "
             "the draft model's weights, and a refit does not restore them. Fix: set rollout.sleep=false, or set "
-            "rollout.speculative.method=ngram"
+            "rollout.speculative.method=ngram and rollout.speculative.path=null"
         )
 
 

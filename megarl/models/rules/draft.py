@@ -16,6 +16,7 @@ from megarl.models.huggingface import completed, linear_attention
 from megarl.models.rules.engine import engine_router_keys_are_present, engine_sizes_divide_by_tp
 
 OTHER_DRAFT = "use a draft that was trained for model.path"
+WITHOUT_DRAFT = "set rollout.speculative.method=ngram and rollout.speculative.path=null"
 
 
 def check_draft_model(config: Config, hf_config: Mapping[str, Any], draft_hf_config: Mapping[str, Any]) -> None:
@@ -80,7 +81,7 @@ def policy_returns_hidden_states(policy: Mapping[str, Any]) -> Iterator[str]:
     if policy["model_type"] in WITHOUT_HIDDEN_STATES:
         yield (
             f"rollout.speculative.method=eagle3: vLLM does not return the hidden states of {policy['model_type']} "
-            "models, which EAGLE-3 drafts read. Fix: set rollout.speculative.method=draft_model or ngram"
+            f"models, which EAGLE-3 drafts read. Fix: {WITHOUT_DRAFT}"
         )
 
 
@@ -90,8 +91,8 @@ def draft_reads_hidden_states(key: str, policy: Mapping[str, Any], draft: Mappin
     eagle, num_layers = EagleDraft.of(draft), policy["num_hidden_layers"]
     if not (draft.get("eagle_config") or {}).get("use_aux_hidden_state", True):
         yield (
-            f"{key}: its eagle_config has use_aux_hidden_state=false, which vLLM's model runner for GPUs does not "
-            f"support. Fix: {OTHER_DRAFT}"
+            f"{key}: its eagle_config has use_aux_hidden_state=false, which vLLM 0.32 does not support on GPUs. "
+            f"Fix: {OTHER_DRAFT}"
         )
         return
     if eagle.policy_hidden != policy["hidden_size"]:

@@ -303,9 +303,7 @@ def test_eagle_with_latent_attention_is_refused_on_cpu(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text(json.dumps(content))
     folders = ModelFolders(tmp_path / "policy", None, None, None, draft=tmp_path / "draft")
     eagle = config("rollout.speculative={method: eagle3, path: m}")
-    with pytest.raises(
-        UserError, match=r"^rollout.speculative.method=eagle3: .* latent attention.*method=null, or run"
-    ):
+    with pytest.raises(UserError, match=r"^rollout.speculative.method=eagle3: .* latent attention.*path=null, or run"):
         check_engine_kernels(eagle, folders)
     check_engine_kernels(eagle, replace(folders, actor=tmp_path / "draft"))
     check_engine_kernels(config(), folders)
