@@ -123,6 +123,88 @@ def add_mtp_layer(folder: Path) -> Path:
     return folder
 
 
+def write_eagle_draft(
+    folder: Path,
+    policy: Path,
+    vocab: int | None = None,
+    has_embedding: bool = False,
+    is_speculators: bool = False,
+) -> Path:
+    """Write an EAGLE-3 draft of a policy, and return its folder. Its attention attends almost only to the last token,
+    whose embedding it passes on, so that it predicts some tokens of a policy with a large embedding.
+
+    Args:
+        vocab: number of tokens that it predicts with an output layer of its own. None: it predicts all with the
+            policy's.
+        has_embedding: whether it has a copy of the policy's embedding.
+        is_speculators: whether config.json has the format of vLLM's speculators library.
+    """
+    config, weights = json.loads((policy / "config.json").read_text()), load_file(policy / "model.safetensors")
+    hidden, head_dim, layer_ids = config["hidden_size"], 32, [0, 1, config["num_hidden_layers"]]
+    generator = torch.Generator().manual_seed(7)
+    layer = "layers.0." if is_speculators else "midlayer."
+
+    def noisy(*shape: int, scale: float = 0.01) -> torch.Tensor:
+        return scale * torch.randn(shape, generator=generator)
+
+    zero = 1.0 if config["model_type"].startswith(("qwen3_next", "qwen3_5")) else 0.0  # norms are stored minus one
+    tensors = {"fc.weight": noisy(hidden, 3 * hidden), "norm.weight": zero + weights["model.norm.weight"]}
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        tensors[f"{layer}{name}.weight"] = 1 + noisy(hidden, scale=0.1)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        tensors[f"{layer}self_attn.{name}.weight"] = noisy(hidden, 2 * hidden)
+        # Rotary embeddings rotate this bias by the distance of two tokens, so that their product falls with it.
+        tensors[f"{layer}self_attn.{name}.bias"] = torch.full((hidden,), 0.0 if name == "v_proj" else 6.0)
+    tensors[f"{layer}self_attn.v_proj.weight"][:, :hidden] += torch.eye(hidden)
+    tensors[f"{layer}self_attn.o_proj.weight"] = torch.eye(hidden) + noisy(hidden, hidden)
+    tensors[f"{layer}self_attn.o_proj.bias"] = noisy(hidden)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        tensors[f"{layer}mlp.{name}.weight"] = noisy(hidden, hidden)
+    embedding = weights["model.embed_tokens.weight"]
+    if has_embedding:
+        tensors["embed_tokens.weight"] = embedding.clone()
+    if vocab is not None:
+        drafted = torch.randperm(len(embedding), generator=generator)[:vocab].sort().values
+        tensors["lm_head.weight"] = weights.get("lm_head.weight", embedding)[drafted]
+        tensors["d2t"] = drafted - torch.arange(vocab)
+        tensors["t2d"] = torch.zeros(len(embedding), dtype=torch.bool).index_fill(0, drafted, True)
+    sizes = dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        attention_bias=True,
+        head_dim=head_dim,
+        hidden_act="silu",
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        max_position_embeddings=config["max_position_embeddings"],
+        num_attention_heads=hidden // head_dim,
+        num_hidden_layers=1,
+        num_key_value_heads=hidden // head_dim,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        vocab_size=len(embedding),
+    )
+    written = {**sizes, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": vocab or len(embedding)}
+    written["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layer_ids}
+    if is_speculators:
+        proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+        verifier = {"name_or_path": str(policy), "architectures": config["architectures"]}
+        written = dict(
+            architectures=["Eagle3Speculator"],
+            speculators_model_type="eagle3",
+            speculators_config=dict(algorithm="eagle3", proposal_methods=[proposal], verifier=verifier),
+            transformer_layer_config=sizes,
+            draft_vocab_size=vocab or len(embedding),
+            eagle_aux_hidden_state_layer_ids=layer_ids,
+            norm_before_residual=False,
+        )
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(written))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def store_as_mxfp4(folder: Path, seed: int = 0) -> None:
     """Replace the experts' weights in a folder of gpt-oss with random MXFP4 blocks of about the same size."""
     generator, tensors = torch.Generator().manual_seed(seed), load_file(folder / "model.safetensors")

@@ -56,7 +56,7 @@ class DenoisingSettings(Section):
 
 
 class Speculative(Section):
-    method: Literal["ngram", "draft_model", "mtp"] | None
+    method: Literal["ngram", "draft_model", "eagle3", "mtp"] | None
     tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
     path: Text | None
 
@@ -90,8 +90,13 @@ class Rollout(Section):
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether each engine has a second model that drafts tokens."""
-        return self.speculative.method == "draft_model"
+        """Whether each engine has a second model that drafts tokens, which may be an EAGLE-3 draft."""
+        return self.speculative.method in ("draft_model", "eagle3")
+
+    @property
+    def drafts_with_eagle(self) -> bool:
+        """Whether engines draft tokens with an EAGLE-3 draft."""
+        return self.speculative.method == "eagle3"
 
     @property
     def drafts_with_mtp(self) -> bool:

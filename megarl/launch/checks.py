@@ -128,7 +128,8 @@ def _model_errors(request: Request, config: Config) -> Iterator[str]:
             continue
         # An image model's tokenizer is in a sibling folder of its transformer.
         tokenizer = folder.parent / "tokenizer" if config.samples_images else folder
-        needs_tokenizer = [] if key == "critic.path" else [partial(require_tokenizer, tokenizer, key)]
+        has_none = key == "critic.path" or (key == DRAFT_KEY and config.rollout.drafts_with_eagle)
+        needs_tokenizer = [] if has_none else [partial(require_tokenizer, tokenizer, key)]
         for require in (partial(require_files, folder), *needs_tokenizer):
             try:
                 require()

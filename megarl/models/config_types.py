@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.models.eagle import LAYER_IDS
 from megarl.models.families import FAMILIES
 
 _COUNTS = {
@@ -31,8 +32,9 @@ _REQUIRED = {
 _OPTIONAL = {
     **{"head_dim": 1, "mtp_num_hidden_layers": 1, "num_key_value_heads": 1, "num_nextn_predict_layers": 1},
     "sliding_window": 1,
+    **{"draft_vocab_size": 1, "num_aux_hidden_states": 1, "num_aux_layers": 1, "target_hidden_size": 1},
 }
-_OBJECTS = ("id2label", "quantization_config", "rope_parameters", "rope_scaling")
+_OBJECTS = ("eagle_config", "id2label", "quantization_config", "rope_parameters", "rope_scaling")
 
 LARGEST = 2**31 - 1
 MAX_LAYERS = 10_000
@@ -51,6 +53,10 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
     layer_types = hf_config.get("layer_types")
     if not isinstance(layer_types, list | None) or not all(isinstance(name, str) for name in layer_types or ()):
         return f"layer_types={layer_types!r}: expected a list of names"
+    for section, values in (("", hf_config), ("eagle_config.", hf_config.get("eagle_config") or {})):
+        layer_ids = values.get(LAYER_IDS)
+        if not isinstance(layer_ids, list | None) or not all(type(layer) is int for layer in layer_ids or ()):
+            return f"{section}{LAYER_IDS}={layer_ids!r}: expected a list of integers"
     for section in ("rope_parameters", "rope_scaling"):
         for key in _NUMBERS:
             if type(value := (hf_config.get(section) or {}).get(key)) not in (int, float, type(None)):

@@ -16,6 +16,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError, install_extra
 from megarl.core.files import read_foreign_object
 from megarl.models.config_types import wrong_type
+from megarl.models.eagle import flattened
 from megarl.models.huggingface import dequantized, text_config
 from megarl.models.peft import CONFIG, DIFFUSERS
 
@@ -141,7 +142,7 @@ def is_dequantized(folder: Path) -> bool:
 def read_config_file(path: Path, key: str = "") -> dict[str, Any]:
     """Return the contents of a config.json under any name, after the same checks as `read_config`."""
     fix = "copy the model's file again"
-    config = text_config(read_foreign_object(path, key, fix))
+    config = text_config(flattened(read_foreign_object(path, key, fix)))
     if (problem := wrong_type(config)) is not None:
         raise UserError(f"{key}{path}: {problem}. Fix: {fix}")
     return dequantized(config)

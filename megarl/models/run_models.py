@@ -208,7 +208,8 @@ def _draft(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | 
         return None
     folder = resolve(path, key=DRAFT_KEY)
     check_draft_model(config, hf_config, read_config(folder))
-    _check_tokenizer(config, DRAFT_KEY, path, folder, actor, "use a smaller model of the actor's family")
+    if not config.rollout.drafts_with_eagle:  # an EAGLE-3 draft has no tokenizer of its own
+        _check_tokenizer(config, DRAFT_KEY, path, folder, actor, "use a smaller model of the actor's family")
     return folder
 
 

@@ -50,6 +50,7 @@ from megarl.models.trained_model import policy_hf_config
 from megarl.models.weight_files import read_headers, require_tensors
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.adapters import check_adapter_weights, peft_holder
+from megarl.resharding.families.eagle import check_eagle_weights
 from megarl.resharding.selection import check_all_selections
 from megarl.rewards.model_reward import model_judge, model_reader
 from megarl.rewards.pool import FunctionPool, function_pool
@@ -169,7 +170,11 @@ def _check_weights(config: Config, models: ModelFolders) -> None:
         others = [*models.others.values(), *([] if models.draft is None else [models.draft])]
         for folder in dict.fromkeys((models.actor, *others)):
             headers = attempt(read_headers, folder)
-            if headers is not None and folder != models.reward_model:  # a reward model's tensors may have other names
+            if headers is None:
+                continue
+            if folder == models.draft and config.rollout.drafts_with_eagle:
+                attempt(check_eagle_weights, folder, headers, read_config(folder), models.hf_config)
+            elif folder != models.reward_model:  # a reward model's tensors may have other names
                 hf_config = read_config(folder)
                 expected = policy_hf_config(config, hf_config) if folder == models.actor else hf_config
                 attempt(require_tensors, folder, headers, huggingface_holder(expected).shapes)

@@ -23,30 +23,43 @@ from megarl.core.sample import Sample
 from megarl.models.folder import read_config
 from megarl.models.trained_model import policy_hf_config
 from megarl.resharding.families import huggingface_holder, vllm_holder
-from megarl.resharding.families.vllm import DRAFTER, padded_experts
+from megarl.resharding.families.eagle import eagle_bytes
+from megarl.resharding.families.vllm import padded_experts
+from megarl.resharding.piece import Holder, whole
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.safetensors import SafetensorsFolder
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
-from tests.e2e.tiny_families import GATED_DELTA, GATED_DELTA_EXPERTS, GLM, LATENT, SIZES
+from tests.e2e.tiny_families import GATED_DELTA, GATED_DELTA_EXPERTS, GLM, GPT_OSS, LATENT, SIZES
 from tests.lora_reference import write_adapters
 from tests.paths import BASE
-from tests.tiny_model import EOS_ID, add_mtp_layer, write_tiny_model
+from tests.tiny_model import EOS_ID, add_mtp_layer, write_eagle_draft, write_tiny_model
 
 TWO_LAYERS = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2, full_attention_interval=2)
+DEEPSEEK = LATENT | dict(q_lora_rank=24, head_dim=64, moe_intermediate_size=32)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "n-grams": ("ngram", "llama", {}),
     "n-grams for Qwen3.5": ("ngram", "qwen3_5_text", GATED_DELTA | TWO_LAYERS),
     "draft model": ("draft_model", "llama", {}),
     "GLM-4.6's MTP": ("mtp", "glm4_moe", GLM | dict(use_qk_norm=True)),
     "GLM-4.6's MTP, adapters": ("mtp", "glm4_moe", GLM | dict(use_qk_norm=True)),
-    "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", LATENT | dict(q_lora_rank=24, head_dim=64, moe_intermediate_size=32)),
+    "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", DEEPSEEK),
     "Qwen3-Next's MTP": ("mtp", "qwen3_next", GATED_DELTA_EXPERTS | TWO_LAYERS),
     "Qwen3.5's MTP": ("mtp", "qwen3_5_text", GATED_DELTA | TWO_LAYERS),
+    "Llama's EAGLE-3": ("eagle3", "llama", {}),
+    "Qwen3's EAGLE-3": ("eagle3", "qwen3", {}),
+    "gpt-oss's EAGLE-3": ("eagle3", "gpt_oss", GPT_OSS),
+    "Qwen3-Next's EAGLE-3": ("eagle3", "qwen3_next", GATED_DELTA_EXPERTS | TWO_LAYERS),
 }
 """Method, and the policy's model_type and config.json keys in addition to SIZES."""
 RANK, ALPHAS = 4, (8, 16)
 """Rank of the adapters, and their scales times the rank in the two versions of the policy."""
+OWN_WEIGHTS: dict[str, dict[str, Any]] = {
+    "Llama's EAGLE-3": dict(vocab=96),
+    "gpt-oss's EAGLE-3": dict(vocab=96, has_embedding=True),
+}
+"""Options of EAGLE-3 drafts that do not share the embedding and the output layer with the policy."""
 TRUNCATED = dict(top_k=8, top_p=0.9)
 OUTCOMES, TOKENS = 4, 3
 """Tokens to choose from, and sampled tokens, of a response whose distribution is compared."""
@@ -69,7 +82,7 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
 
     method, model_type, keys = CASES[case]
     base = write_tiny_model(folder / "base", model_type, **SIZES | keys)
-    if "linear_num_key_heads" in keys:
+    if "linear_num_key_heads" in keys or method == "eagle3":
         scale_embedding(base)
     if method == "mtp":
         add_mtp_layer(base)
@@ -78,7 +91,11 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     else:
         first, second = base, changed(base, folder / "second")
     # The draft model is the first version of the policy, so that it is right often, but not always.
-    drafts = {"method": method, "tokens": 3, "path": str(first) if method == "draft_model" else None}
+    draft = first
+    if method == "eagle3":
+        draft = write_eagle_draft(folder / "draft", first, **OWN_WEIGHTS.get(case, dict(is_speculators=True)))
+    path = str(draft) if method in ("draft_model", "eagle3") else None
+    drafts = {"method": method, "tokens": 3, "path": path}
     overrides = [f"model.path={first}", "model.dtype=float32", "data.source=arithmetic", "rollout.context_length=200"]
     overrides += [f"rollout.max_new_tokens={LONG}", "rollout.kv_cache_gib=0.05"]
     overrides += [f"rollout.speculative={json.dumps(drafts)}"]
@@ -90,8 +107,8 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (first, second)]
 
     hf_config = policy_hf_config(config, read_config(first))
-    source, weights = huggingface_holder(hf_config, "float32"), load_file(first / "model.safetensors")
-    weights = {name: weights[name] for name in source.shapes}
+    source = huggingface_holder(hf_config, "float32")
+    weights = read_tensors(source, first)
     [parameters] = engine.parameters()
     holders = [
         vllm_holder(hf_config, 1, 0, 0, "float32", padded_experts=padded_experts(parameters), drafts=method == "mtp")
@@ -100,7 +117,8 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     channel = SharedMemory({source.name: publish(weights)})
     engine.connect(CompactPlan.of(make_plan([source], holders)), channel, holders, False)
     engine.refit(0)
-    drafter = getattr(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
+    runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    drafter = getattr(runner, "drafter", None)
 
     def sample(requests: Sequence[SamplingRequest]) -> list[Sample]:
         return asyncio.run(engine.generate(requests))
@@ -136,9 +154,8 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     found["chi_square"] = chi_square(responses, models[0])
 
     with torch.no_grad():
-        for name, tensor in load_file(second / "model.safetensors").items():
-            if name in weights:
-                weights[name].copy_(tensor)
+        for name, tensor in read_tensors(source, second).items():
+            weights[name].copy_(tensor)
 
     async def through_a_refit() -> list[Sample]:
         steps, step = [], engine._step
@@ -155,22 +172,29 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     found["mixed"] = [continued(models, item) for item in mixed]
     later = sample(requests())
     found["later"] = [worst(models[1], item, {}) for item in later]
-    if method == "draft_model":
-        saved = load_file(first / "model.safetensors")
-        held = dict(drafter.model.named_parameters())
-        found["draft_difference"] = (held["model.norm.weight"] - saved["model.norm.weight"]).abs().max().item()
-        rows = held["model.embed_tokens.weight"][: SIZES["vocab_size"]]
-        found["draft_difference"] += (rows - saved["model.embed_tokens.weight"]).abs().max().item()
-    if method == "mtp":
-        own = {DRAFTER + name: p.data for name, p in drafter.model.named_parameters() if DRAFTER + name in parameters}
-        refitted = {name: weight.clone() for name, weight in own.items()}
-        for weight in own.values():
-            weight.zero_()
-        drafter.model.load_weights(iter(load_file(second / "model.safetensors").items()))
-        worker_extension._process_weights(drafter.model, torch.float32)
-        differences = {name: (refitted[name] - weight).abs().max().item() for name, weight in own.items()}
-        found["draft_difference"] = max(differences.values())
-        found["num_drafter_parameters"] = len(own)
+    if method == "ngram":
+        return
+    policy = {id(weight) for weight in runner.get_model().parameters()}
+    held = dict(drafter.model.named_parameters())
+    if method == "eagle3":
+        shared = {name: weight.data[: SIZES["vocab_size"]] for name, weight in held.items() if id(weight) in policy}
+        found["shared"] = {name: (weight - weights[name]).abs().max().item() for name, weight in shared.items()}
+        held_bytes = sum(weight.nbytes for weight in held.values())
+        found["draft_bytes"] = [held_bytes, eagle_bytes(read_config(draft), 1, "float32")]
+    own = {name: weight.data for name, weight in held.items() if id(weight) not in policy}
+    kept = {name: weight.clone() for name, weight in own.items()}
+    for weight in own.values():
+        weight.zero_()
+    loaded = second if method == "mtp" else draft
+    drafter.model.load_weights(iter(load_file(loaded / "model.safetensors").items()))
+    worker_extension._process_weights(drafter.model, torch.float32)
+    found["draft_difference"] = max((kept[name] - weight).abs().max().item() for name, weight in own.items())
+    found["num_own"] = len(own)
+
+
+def read_tensors(source: Holder, folder: Path) -> dict[str, torch.Tensor]:
+    with SafetensorsFolder(folder) as file:
+        return {name: file.read("", name, whole(shape)).contiguous() for name, shape in source.shapes.items()}
 
 
 def scale_embedding(folder: Path) -> None:

@@ -12,6 +12,7 @@ from megarl.config.model_schema import Layout, Lora, Role
 from megarl.config.schema import Config
 from megarl.models.denoiser import shape_of
 from megarl.resharding.families import diffusers_holders, huggingface_holder, quantized_destinations, vllm_holder
+from megarl.resharding.families.eagle import eagle_bytes
 from megarl.resharding.families.megatron import chunk_layers
 from megarl.resharding.piece import Holder
 
@@ -71,7 +72,10 @@ def draft_parts(config: Config, draft: Mapping[str, Any] | None) -> dict[str, in
     cache is part of rollout.kv_cache_gib."""
     if draft is None:
         return {}
-    return {DRAFT: vllm_holder(draft, config.rollout.tp, 0, 0, config.model.dtype).shard.num_bytes}
+    tp, dtype = config.rollout.tp, config.model.dtype
+    if config.rollout.drafts_with_eagle:
+        return {DRAFT: eagle_bytes(draft, tp, dtype)}
+    return {DRAFT: vllm_holder(draft, tp, 0, 0, dtype).shard.num_bytes}
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,11 @@ KEY_REQUIREMENTS = (
         lambda config: config.rollout.speculative.method is not None,
         ("rollout.speculative.tokens",),
     ),
-    _if_equal("rollout.speculative.method=draft_model", ("rollout.speculative.path",)),
+    KeyRequirement(
+        "rollout.speculative.method=draft_model",
+        lambda config: config.rollout.has_draft_model,
+        ("rollout.speculative.path",),
+    ),
     _if_set("data.solved_weight=0.05", ("data.solved_above",)),
     _if_set("run.trackers=[wandb]", ("trackers.timeout_s", "trackers.project")),
     *(_tracker(name) for name in ("wandb", "mlflow", "trackio")),

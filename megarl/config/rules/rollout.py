@@ -138,10 +138,12 @@ def stopping_requires_fresh_samples(config: Config) -> Iterator[str]:
 
 
 def draft_model_has_a_path(config: Config) -> Iterator[str]:
+    method = config.rollout.speculative.method
     if config.rollout.has_draft_model and config.rollout.speculative.path is None:
+        model = "an EAGLE-3 draft of the model" if method == "eagle3" else "a smaller model with the same tokenizer"
         yield (
-            "rollout.speculative.method=draft_model: rollout.speculative.path=null. Fix: set rollout.speculative.path "
-            "to a smaller model with the same tokenizer, or set rollout.speculative.method=ngram"
+            f"rollout.speculative.method={method}: rollout.speculative.path=null. Fix: set rollout.speculative.path "
+            f"to {model}, or set rollout.speculative.method=ngram"
         )
 
 
@@ -149,9 +151,9 @@ def sleeping_engines_have_no_draft_model(config: Config) -> Iterator[str]:
     """vLLM's sleep mode discards the weights of both models, and a refit writes only the policy's."""
     if config.rollout.has_draft_model and config.rollout.sleep:
         yield (
-            "rollout.speculative.method=draft_model: with rollout.sleep=true, engines discard the draft model's "
-            "weights, and a refit does not restore them. Fix: set rollout.sleep=false, or set "
-            "rollout.speculative.method=ngram"
+            f"rollout.speculative.method={config.rollout.speculative.method}: with rollout.sleep=true, engines discard "
+            "the draft model's weights, and a refit does not restore them. Fix: set rollout.sleep=false, or set "
+            "rollout.speculative.method=ngram and rollout.speculative.path=null"
         )
 
 

@@ -8,9 +8,10 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-PREFIX = "draft_model"
-"""The prefix with which both of vLLM's model runners load a draft model. They ignore
-SpeculativeConfig.draft_load_config."""
+from megarl.models.eagle import LAYER_IDS
+
+RUNNER = "draft"
+"""The runner_type of a model that drafts tokens. vLLM's model runners load it in the policy's load format."""
 
 _load_dummy = DummyModelLoader.load_model
 
@@ -23,7 +24,19 @@ def install() -> None:
 def _load_model(
     self: DummyModelLoader, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
 ) -> torch.nn.Module:
-    """Load random weights, except into a draft model, whose weights no refit writes."""
-    if prefix == PREFIX:
+    """Load random weights, except into a draft model, whose weights no refit writes. The layer for multi-token
+    prediction is also a draft model in vLLM, but a refit writes it."""
+    speculative = vllm_config.speculative_config
+    if model_config.runner_type == RUNNER and speculative is not None and speculative.method != "mtp":
         return DefaultModelLoader(LoadConfig()).load_model(vllm_config, model_config, prefix)
+    if speculative is not None and speculative.method == "eagle3":
+        _copy_layer_ids(speculative.draft_model_config)
     return _load_dummy(self, vllm_config, model_config, prefix)
+
+
+def _copy_layer_ids(draft: ModelConfig) -> None:
+    """Copy the layers whose hidden states an EAGLE-3 draft reads from its eagle_config to the top level of its config.
+    vLLM's model runner for GPUs only reads them there, and would use its default instead."""
+    nested = getattr(draft.hf_config, "eagle_config", None) or {}
+    if not getattr(draft.hf_config, LAYER_IDS, None) and nested.get(LAYER_IDS):
+        setattr(draft.hf_config, LAYER_IDS, nested[LAYER_IDS])

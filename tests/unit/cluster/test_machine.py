@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,20 @@ def test_mtp_with_mrope_is_refused_on_cpu(tmp_path: Path) -> None:
         check_engine_kernels(settings, folders)
     (tmp_path / "config.json").write_text(json.dumps(plain))
     check_engine_kernels(mtp, folders)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_eagle_with_latent_attention_is_refused_on_cpu(tmp_path: Path) -> None:
+    """vLLM's CPU build has no block size that both kinds of attention support."""
+    for name, content in (("policy", CONFIGS["DeepSeek-V3"]), ("draft", CONFIGS["Llama-3.1-8B"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+    folders = ModelFolders(tmp_path / "policy", None, None, None, draft=tmp_path / "draft")
+    eagle = config("rollout.speculative={method: eagle3, path: m}")
+    with pytest.raises(UserError, match=r"^rollout.speculative.method=eagle3: .* latent attention.*path=null, or run"):
+        check_engine_kernels(eagle, folders)
+    check_engine_kernels(eagle, replace(folders, actor=tmp_path / "draft"))
+    check_engine_kernels(config(), folders)
 
 
 @pytest.mark.usefixtures("no_cuda")

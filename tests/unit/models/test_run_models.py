@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -99,6 +100,79 @@ def test_draft_model_fits_the_actor(changes, message, tmp_path: Path, monkeypatc
         with pytest.raises(UserError) as refusal:
             find(config)
         assert fnmatchcase(str(refusal.value), f"*{message}*")
+
+
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=128,
+    hidden_size=64,
+    num_attention_heads=2,
+    num_hidden_layers=8,
+    intermediate_size=128,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-6,
+)
+EAGLE = LLAMA | dict(architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=96)
+SPECULATORS = dict(
+    architectures=["Eagle3Speculator"],
+    speculators_model_type="eagle3",
+    transformer_layer_config=LLAMA | dict(num_hidden_layers=1),
+    draft_vocab_size=96,
+    norm_before_residual=True,
+)
+MIXTRAL = LLAMA | dict(model_type="mixtral", architectures=["MixtralForCausalLM"])
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("actor", "draft", "message"),
+    [
+        (LLAMA, EAGLE, None),
+        (LLAMA, EAGLE | dict(architectures=["LlamaForCausalLM"]), None),
+        (LLAMA, SPECULATORS, None),
+        (LLAMA, EAGLE | dict(hidden_size=32, target_hidden_size=64), None),
+        (LLAMA | dict(num_hidden_layers=2), EAGLE | {"eagle_config": {LAYER_IDS: [0, 1, 2]}}, None),
+        (LLAMA, LLAMA, "architectures=[[]LlamaForCausalLM], which is not an EAGLE-3 draft"),
+        (LLAMA, EAGLE | dict(model_type="qwen3"), "model_type=qwen3 and architectures=* not an EAGLE-3 draft"),
+        (LLAMA, EAGLE | dict(architectures=["PEagleDraftModel"]), "[[]PEagleDraftModel], which is not an EAGLE-3"),
+        (LLAMA, SPECULATORS | dict(speculators_model_type="dflash"), "model_type None is not supported"),
+        (MIXTRAL, EAGLE, "vLLM does not return the hidden states of mixtral models"),
+        (LLAMA, EAGLE | dict(hidden_size=96), "its hidden_size is 96, but the hidden_size of model.path is 64"),
+        (LLAMA, EAGLE | dict(target_hidden_size=32), "its target_hidden_size is 32, but the hidden_size of model.path"),
+        (LLAMA | dict(num_hidden_layers=5), EAGLE, "vLLM's default for a model.path with 5 layers is [[]2, 2, 2]"),
+        (LLAMA, EAGLE | {LAYER_IDS: [1, 4, 9]}, f"{LAYER_IDS} for a model.path with 8 layers is [[]1, 4, 9]"),
+        (LLAMA, EAGLE | {LAYER_IDS: "1"}, f"{LAYER_IDS}='1': expected a list of integers"),
+        (LLAMA, EAGLE | dict(vocab_size=192), "its vocab_size is 192, but that of model.path is 128"),
+        (LLAMA, EAGLE | dict(draft_vocab_size=129), "its draft_vocab_size is 129, expected 1 to 128"),
+        (LLAMA, EAGLE | dict(eagle_config=dict(use_aux_hidden_state=False)), "use_aux_hidden_state=false, which vLLM"),
+        (LLAMA, EAGLE | dict(num_attention_heads=1), "rollout.tp=2: 1 attention heads"),
+    ],
+)
+def test_eagle_draft_fits_the_actor(actor, draft, message, tmp_path: Path) -> None:
+    """The folder of a draft has no tokenizer."""
+    folders = [folder(tmp_path / name) for name in ("actor", "draft")]
+    for path, content in zip(folders, (actor, draft), strict=True):
+        (path / "config.json").write_text(json.dumps(content))
+    keys = [f"model.path={folders[0]}", "data.source=arithmetic", "rollout.tp=2"]
+    config = load(BASE, [*keys, f"rollout.speculative={{method: eagle3, path: {folders[1]}}}"])
+    for find in (find_models, check_local_models):
+        with nullcontext() if message is None else pytest.raises(UserError) as refusal:
+            found = find(config)
+        if message is not None:
+            assert fnmatchcase(str(refusal.value), f"*{message}*Fix: *")
+        elif find is find_models:
+            assert found.draft == folders[1]
+
+
+@pytest.mark.parametrize("draft", [EAGLE, SPECULATORS])
+def test_eagle_draft_requires_its_method(draft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_models, "_check_tokenizer", lambda *_: None)
+    actor, path = folder(tmp_path / "actor", **LLAMA), folder(tmp_path / "draft")
+    (path / "config.json").write_text(json.dumps(draft))
+    keys = [f"model.path={actor}", "data.source=arithmetic"]
+    with pytest.raises(UserError, match=r"is an EAGLE-3 draft\. Fix: set rollout.speculative.method=eagle3"):
+        find_models(load(BASE, [*keys, f"rollout.speculative={{method: draft_model, path: {path}}}"]))
 
 
 def test_unshared_prompts_of_recurrent_models_are_announced(tmp_path, capsys: pytest.CaptureFixture[str]):

@@ -193,6 +193,14 @@ def test_drafts_enlarge_the_kv_cache_of_hybrid_models():
     assert engine_kv_bytes(drafting, latent, None, 1000) == 62 * 576 * 2 * 1000
 
 
+def test_eagle_drafts_have_their_own_keys_and_values():
+    eagle = dict(architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=32000)
+    policy = CONFIGS["Llama-3.1-8B"]
+    models = ModelParameters(policy), ModelParameters(policy | eagle)
+    drafting = recipe("rollout.speculative={method: eagle3, path: m}", "rollout.sleep=false")
+    assert engine_kv_bytes(drafting, *models, 1000) == (32 + 1) * 2 * 8 * 128 * 2 * 1000
+
+
 def test_decoding_one_sequence_reads_all_weights_per_token():
     one = ("batch.prompts_per_step=4", "batch.samples_per_prompt=2", "batch.prompts_per_update=4")
     plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *one, response_tokens=1023)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from megarl.cluster.supervision import supervisor
@@ -23,7 +24,7 @@ from tests.command_line import run_command
 from tests.e2e.run import write_recipe
 from tests.paths import BASE
 from tests.timing import LIMIT_S
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_eagle_draft, write_tiny_llama
 
 REWARDS = """
 import time
@@ -301,6 +302,18 @@ def test_damaged_weights_fail_the_check(recipe: Path, tmp_path: Path, capfd: pyt
     keys = ["rollout.speculative.method=draft_model"] if name == "rollout.speculative" else gae
     line = fail(recipe, tmp_path, capfd, *keys, f"{name}.path={model}")
     assert line.startswith(f"megarl: error: {model}/model.safetensors: is not a complete safetensors file")
+
+
+def test_eagle_draft_without_its_vocabulary_fails_the_check(recipe, tmp_path, capfd: pytest.CaptureFixture) -> None:
+    draft = write_eagle_draft(tmp_path / "draft", recipe.parent / "model", vocab=96)
+    keys = (f"rollout.speculative={{method: eagle3, path: {draft}}}", "rollout.tp=1")
+    (tmp_path / "runs").mkdir()
+    check(recipe, tmp_path / "runs", capfd, *keys)
+    tensors = load_file(draft / "model.safetensors")
+    del tensors["d2t"]
+    save_file(tensors, draft / "model.safetensors")
+    line = fail(recipe, tmp_path, capfd, *keys)
+    assert line.startswith(f"megarl: error: {draft}: the checkpoint has no tensor d2t. Fix: ")
 
 
 @pytest.mark.parametrize("data_format", ["prompts", "messages"])

@@ -10,6 +10,7 @@ from megarl.cluster.memory.reserves import ACTIVATIONS, CONTEXTS, GRAPHS, LOGITS
 from megarl.cluster.memory.shared_gpu import Load, fullest_phase
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.resharding.families.eagle import eagle_bytes
 from tests.paths import BASE
 from tests.unit.cluster.memory.test_rank import PARAMETERS, QWEN_1_5B
 
@@ -118,3 +119,10 @@ def test_draft_model_adds_its_weights():
     drafted = fullest_phase(config(), QWEN_1_5B, {"actor": QWEN_1_5B}, None, 0, 8, draft=QWEN_1_5B)
     assert drafted.parts["engine: draft model"] == 2 * PARAMETERS
     assert drafted.total == fullest_phase(config(), QWEN_1_5B, {"actor": QWEN_1_5B}, None, 0, 8).total + 2 * PARAMETERS
+
+
+def test_eagle_draft_adds_its_weights():
+    draft = QWEN_1_5B | dict(model_type="llama", architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1)
+    eagle = config("rollout.speculative={method: eagle3, path: m}")
+    found = fullest_phase(eagle, QWEN_1_5B, {"actor": QWEN_1_5B}, None, 0, 8, draft=draft)
+    assert found.parts["engine: draft model"] == eagle_bytes(draft, eagle.rollout.tp, "bfloat16")

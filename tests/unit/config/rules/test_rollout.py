@@ -48,6 +48,18 @@ MTP = ["rollout.speculative.method=mtp", "actor.mtp.loss_coefficient=0.0"]
             "rollout.speculative.method=draft_model: with rollout.sleep=true, engines discard the draft model's",
         ),
         (
+            ["rollout.speculative.method=eagle3"],
+            "rollout.speculative.method=eagle3: rollout.speculative.path=null. Fix: set rollout.speculative.path",
+        ),
+        (
+            ["rollout.speculative={method: eagle3, path: m}", "rollout.sleep=true"],
+            "rollout.speculative.method=eagle3: with rollout.sleep=true, engines discard the draft model's",
+        ),
+        (
+            ["rollout.speculative={method: eagle3, path: m}", "actor.experts.replay_routes=true"],
+            "rollout.speculative.method=eagle3: with actor.experts.replay_routes=true, the engines would also report",
+        ),
+        (
             ["rollout.speculative.method=ngram", "actor.experts.replay_routes=true"],
             "rollout.speculative.method=ngram: with actor.experts.replay_routes=true, the engines would also report",
         ),
@@ -85,6 +97,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["rollout.speculative=null"],
         ["rollout.speculative.method=ngram", "rollout.max_staleness=1", "rollout.top_k=20"],
         ["rollout.speculative={method: draft_model, path: m, tokens: 128}"],
+        ["rollout.speculative={method: eagle3, path: m}", "rollout.quantization=fp8_block", "model.dtype=bfloat16"],
         MTP,
         [*MTP, "rollout.quantization=fp8_block", "model.dtype=bfloat16", "actor.lora.rank=8"],
         ["rollout.top_p=0.9", "rollout.top_k=20"],

@@ -69,6 +69,7 @@ def collect_arguments(folder: Path) -> dict[str, object]:
                 [],
                 ["rollout.speculative={method: ngram, tokens: 5}"],
                 [f"rollout.speculative={{method: draft_model, tokens: 2, path: {folder}}}"],
+                [f"rollout.speculative={{method: eagle3, tokens: 4, path: {folder}}}"],
             )
         ],
         "temperatures": [(value, accepts(sampling, value), accepts(recipe, value)) for value in (0.01, 2.0, 2.01)],
@@ -96,10 +97,11 @@ def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     changed = collected["changed"]
     assert (changed["enforce_eager"], changed["block_size"], changed["load_format"]) == (False, 32, "dummy")
     assert changed["max_model_len"] == 64
-    without, ngram, draft_model = collected["speculative"]
+    without, ngram, draft_model, eagle = collected["speculative"]
     assert without is None
     assert ngram == dict(method="ngram", num_speculative_tokens=5, prompt_lookup_min=2, prompt_lookup_max=4)
     assert draft_model == dict(method="draft_model", num_speculative_tokens=2, model=str(tmp_path))
+    assert eagle == dict(method="eagle3", num_speculative_tokens=4, model=str(tmp_path))
     assert collected["linear"]["mamba_ssm_cache_dtype"] == "float32"
     assert "mamba_ssm_cache_dtype" not in changed
     assert collected["temperatures"] == [(0.01, True, True), (2.0, True, True), (2.01, False, False)]

@@ -26,17 +26,20 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, convert_to_fp8_moe_kernel_format
 from vllm.model_executor.layers.quantization.utils.fp8_utils import process_fp8_weight_block_strategy
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
 from megarl.cluster.machine import MODEL_RUNNER
 from megarl.config.load import load
 from megarl.config.rules.actor import WITHOUT_ROUTES
 from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, REFITTABLE
 from megarl.core.errors import UserError
+from megarl.models.eagle import ARCHITECTURES, LAYER_IDS, WITHOUT_HIDDEN_STATES
 from megarl.rollout.vllm import draft_weights, worker_extension
 from megarl.rollout.vllm.engine_arguments import rollout_arguments
 from megarl.rollout.vllm.environment import environment
 from megarl.rollout.vllm.part import part_arguments
 from tests.paths import BASE, GPU_SOURCES, GPU_SOURCES_LOCK, ROOT
+from tests.published_models import CONFIGS
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 INSTALLED = Path(importlib.util.find_spec("vllm").origin).parent
@@ -320,19 +323,85 @@ def test_batch_invariant_engines_need_a_supported_gpu(monkeypatch, tmp_path: Pat
 
 
 DRAFTERS = [
+    ("v1/spec_decode/llm_base_proposer.py", "SpecDecodeBaseProposer"),
     ("v1/spec_decode/draft_model.py", "DraftModelProposer"),
+    ("v1/worker/gpu/spec_decode/eagle/utils.py", None),
     ("v1/worker/gpu/spec_decode/standalone_ar/speculator.py", "StandaloneARSpeculator"),
 ]
 
 
 @pytest.mark.parametrize(("file", "name"), DRAFTERS)
-def test_draft_weights_load_with_the_patched_prefix(vllm: Path, file: str, name: str) -> None:
-    """Both runners load a draft model in the engine's load format, and only the prefix distinguishes the two models."""
-    calls = [node for node in ast.walk(class_of(vllm / file, name)) if isinstance(node, ast.Call)]
-    [call] = [call for call in calls if ast.unparse(call.func) == "get_model"]
-    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
-    assert isinstance(prefix := arguments["prefix"], ast.Constant) and prefix.value == draft_weights.PREFIX
-    assert "load_config" not in arguments
+def test_draft_weights_load_by_their_runner_type(vllm: Path, file: str, name: str | None) -> None:
+    """Both runners load drafts in the engine's load format, and only the model config's runner distinguishes them from
+    the policy."""
+    source = tree(vllm / file) if name is None else class_of(vllm / file, name)
+    arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call_of(source, "get_model").keywords}
+    assert arguments.get("load_config") in (None, "get_draft_load_config(draft_vllm_config)")
+    assert "draft_model_config" in arguments.get("model_config", ast.unparse(source))
+    settings = class_of(vllm / "config/speculative.py", "SpeculativeConfig")
+    [runner] = [word.value for word in call_of(settings, "ModelConfig").keywords if word.arg == "runner"]
+    assert ast.unparse(runner) == repr(draft_weights.RUNNER)
+
+
+def call_of(source: ast.AST, function: str) -> ast.Call:
+    [call] = [n for n in ast.walk(source) if isinstance(n, ast.Call) and ast.unparse(n.func) == function]
+    return call
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_eagle_drafts_have_vllms_architectures(vllm: Path, model_type: str) -> None:
+    module = {"llama": "llama_eagle3", "qwen3": "qwen3_eagle3"}[model_type]
+    for architecture in ARCHITECTURES[model_type]:
+        assert implementation(vllm, architecture) == (module, ARCHITECTURES[model_type][0])
+
+
+@pytest.mark.parametrize("name", {config["model_type"]: name for name, config in CONFIGS.items()}.values())
+def test_policies_of_eagle_drafts_return_hidden_states(vllm: Path, name: str) -> None:
+    config = CONFIGS[name]
+    module, model = implementation(vllm, config["architectures"][0])
+    has_interface = "SupportsEagle3" in bases(vllm, module, model)
+    assert has_interface == (config["model_type"] not in WITHOUT_HIDDEN_STATES)
+
+
+def implementation(vllm: Path, architecture: str) -> tuple[str, str]:
+    """Return the module and the class of a model in vLLM."""
+    registry = (vllm / "model_executor/models/registry.py").read_text("utf-8")
+    found = re.search(rf'"{architecture}": \(\s*"(\w+)",\s*"(\w+)"', registry)
+    assert found is not None, architecture
+    return found[1], found[2]
+
+
+def bases(vllm: Path, module: str, name: str) -> set[str]:
+    """Return the names of a model's base classes, including those in other modules of the folder."""
+    file = vllm / f"model_executor/models/{module}.py"
+    imports = [node for node in tree(file).body if isinstance(node, ast.ImportFrom)]
+    origins = {alias.name: (node.module or "").rpartition(".")[2] for node in imports for alias in node.names}
+    defined_here = {node.name for node in tree(file).body if isinstance(node, ast.ClassDef)}
+    names = {ast.unparse(base) for base in class_of(file, name).bases}
+    further = {base: module if base in defined_here else origins.get(base) for base in names}
+    files = {path.stem for path in file.parent.glob("*.py")} - {"interfaces", "utils"}
+    inner = (bases(vllm, where, base) for base, where in further.items() if where in files)
+    return names.union(*inner)
+
+
+def test_eagle_drafts_share_the_policys_weights(vllm: Path) -> None:
+    """A refit writes the policy's embedding and output layer in place, so a draft without its own reads them."""
+    for file in ("v1/spec_decode/llm_base_proposer.py", "v1/worker/gpu/spec_decode/eagle/utils.py"):
+        source = ast.unparse(tree(vllm / file))
+        assert re.search(r"\.embed_tokens = target_embed(_tokens)?\n", source), file
+        assert re.search(r"\.lm_head = (target_language_model\.lm_head|target_lm_head|draft_head)\n", source), file
+
+
+def test_eagle_drafts_read_the_layers_in_their_eagle_config() -> None:
+    """The model runner for GPUs reads the key only at the top level."""
+    draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_config={LAYER_IDS: [1, 17, 32]}))
+    settings = SimpleNamespace(draft_model_config=draft)
+    assert get_eagle3_aux_layers_from_config(settings) is None
+    draft_weights._copy_layer_ids(draft)
+    assert get_eagle3_aux_layers_from_config(settings) == (1, 17, 32)
+    draft.hf_config.eagle_config = {LAYER_IDS: [2, 3, 4]}
+    draft_weights._copy_layer_ids(draft)
+    assert get_eagle3_aux_layers_from_config(settings) == (1, 17, 32)
 
 
 @pytest.mark.parametrize(
