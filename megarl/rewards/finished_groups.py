@@ -27,7 +27,7 @@ class FinishedGroups:
         self._version = 0
         self._unfinished: dict[str, dict[str, list[Sample]]] = {}
         """Samples by group name and rollout id."""
-        self._writing: dict[str, asyncio.Task[None]] = {}
+        self._writing: dict[str, asyncio.Future[None]] = {}
         """Writes that have started, by group name, until their samples are scored or dropped."""
 
     def begin(self, folder: Path, version: int) -> None:
@@ -38,21 +38,28 @@ class FinishedGroups:
         """Add the samples of finished rollouts. All samples of a rollout are added together."""
         if self._folder is None:
             return
+        rollouts: dict[tuple[str, str], list[Sample]] = {}
         for sample in samples:
             if isinstance(sample, Sample) and sample.group not in self._writing:
-                self._unfinished.setdefault(sample.group, {}).setdefault(sample.rollout_id, []).append(sample)
-        for name in {sample.group for sample in samples if isinstance(sample, Sample)}:
-            if len(self._unfinished.get(name, ())) == self._num_rollouts:
-                rollouts = self._unfinished.pop(name).values()
-                group = [sample for rollout in rollouts for sample in rollout]
-                if max(newest(sample.versions) for sample in group) <= self._version:
-                    self._writing[name] = asyncio.create_task(asyncio.to_thread(write_group, self._folder, group))
+                rollouts.setdefault((sample.group, sample.rollout_id), []).append(sample)
+        for (name, rollout_id), members in rollouts.items():
+            group = self._unfinished.setdefault(name, {})
+            group.setdefault(rollout_id, members)  # a reassigned rollout may finish twice
+            if len(group) == self._num_rollouts:
+                self._write(name, [sample for each in self._unfinished.pop(name).values() for sample in each])
+
+    def _write(self, name: str, group: list[Sample]) -> None:
+        assert self._folder is not None, "call begin first"
+        if max(newest(sample.versions) for sample in group) <= self._version:
+            loop = asyncio.get_running_loop()
+            self._writing[name] = loop.run_in_executor(None, write_group, self._folder, group)
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Drop the samples of dropped rollouts."""
-        dropped = set(rollout_ids)
-        for name in [name for name, rollouts in self._unfinished.items() if dropped & rollouts.keys()]:
-            del self._unfinished[name]
+        """Forget dropped rollouts, which are not scored."""
+        dropped = {rollout_id.rpartition(".")[0] for rollout_id in rollout_ids}
+        for groups in (self._unfinished, self._writing):
+            for name in [name for name in groups if name.rpartition("/")[2] in dropped]:
+                del groups[name]
 
     async def written(self, samples: Sequence[AnySample]) -> None:
         """Wait until the groups of these samples are written, and raise the error of a write that failed."""

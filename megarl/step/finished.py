@@ -51,16 +51,16 @@ class FinishedRollouts:
         self.rewards.begin_finished(folder, step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Read the groups that an earlier attempt has written since the checkpoint, and remove their files if they were
-        sampled with other settings."""
+        """Read the groups that an earlier attempt has written since the checkpoint. Remove the files of groups with
+        other settings, and those for later checkpoints, whose weights are trained again."""
         for step, path in numbered(self.folder, AFTER).items():
             if step < checkpoint.step:  # trained on, or in the checkpoint
                 continue
-            if not (path / CONFIG).exists() or not samples_alike(self.config, read_object(path / CONFIG)):
-                shutil.rmtree(path)
-                continue
-            for samples in self.rewards.load_finished(path, checkpoint.step):
+            is_alike = (path / CONFIG).exists() and samples_alike(self.config, read_object(path / CONFIG))
+            for samples in self.rewards.load_finished(path, checkpoint.step) if is_alike else ():
                 self._found[samples[0].rollout_id.rpartition(".")[0]] = samples
+            if step > checkpoint.step or not is_alike:
+                shutil.rmtree(path)
         self._names = set(self._found)
         if self._found:
             print(f"rollouts: {len(self._found)} prompts have finished rollouts from the previous attempt", flush=True)

@@ -67,15 +67,17 @@ def test_groups_of_newer_weights_are_not_written(tmp_path, version, is_written):
     assert bool(load_groups(tmp_path)) == is_written
 
 
-def test_first_group_of_a_name_is_kept(tmp_path):
-    """A reassigned rollout may finish twice."""
-    late = replace(sample("5.1.0"), text="late")
-    collect(tmp_path, [sample("5.1.0"), sample("5.1.1")], [late, sample("5.1.1")])
-    [[first, _]] = load_groups(tmp_path)
-    assert first.text == "two"
+@pytest.mark.parametrize("num_earlier", [1, 2])
+def test_first_of_two_equal_rollouts_is_kept(tmp_path, num_earlier):
+    """A reassigned rollout may finish twice, before or after the group is complete."""
+    batches = [[sample("5.1.0")], [sample("5.1.1")]]
+    batches.insert(num_earlier, [replace(sample("5.1.0"), text="late")])
+    collect(tmp_path, *batches)
+    [[first, second]] = load_groups(tmp_path)
+    assert (first.text, second.id) == ("two", "5.1.1")
 
 
-def test_dropped_rollouts_are_not_written(tmp_path):
+def test_dropped_rollouts_are_forgotten(tmp_path):
     async def run() -> None:
         groups = FinishedGroups(2)
         groups.begin(tmp_path, 4)
@@ -83,9 +85,12 @@ def test_dropped_rollouts_are_not_written(tmp_path):
         groups.forget(["5.1.0", "5.1.1"])
         groups.add([sample("5.1.1")])
         await groups.written([sample("5.1.1")])
+        groups.add([sample("5.2.0"), sample("5.2.1")])
+        groups.forget(["5.2.0", "5.2.1"])
+        assert not groups._writing and not groups._unfinished, "nothing may accumulate"
 
     asyncio.run(run())
-    assert not load_groups(tmp_path)
+    assert [group[0].id for group in load_groups(tmp_path)] == ["5.2.0"]
 
 
 def test_damaged_file_is_skipped_with_a_warning(tmp_path, capsys):

@@ -96,6 +96,20 @@ def test_version_of_rollouts_must_fit(tmp_path, oldest, newest, is_used):
     assert (finished.take(PendingPrompt(7, 4), "7", "5.1") is not None) == is_used
 
 
+def test_rollouts_for_a_later_checkpoint_are_used_once(tmp_path):
+    """The run falls back to the checkpoint of step 4, and trains other weights in step 5 than before."""
+    saves = Saves(tmp_path)
+    for step in (4, 5):
+        FinishedRollouts(config_of(0), saves, tmp_path).begin(step)
+    saves.written[saves.target[0]] = {"5.0": [ref("5.0", 7, 4, 4)], "6.0": [ref("6.0", 8, 5, 5)]}
+    saves.run = json.dumps({"step": 4})
+    finished = FinishedRollouts(config_of(0), saves, tmp_path)
+    finished.restore(saves)
+    assert [path.name for path in tmp_path.iterdir()] == ["after_000004"]
+    assert finished.take(PendingPrompt(7, 4), "7", "5.0") is not None
+    assert finished.take(PendingPrompt(8, 4), "8", "5.1") is None
+
+
 def test_names_of_unused_rollouts_are_avoided(tmp_path):
     """With rollouts ahead, a resumed step may start other prompts at the same positions."""
     saves = Saves(tmp_path)
