@@ -103,7 +103,9 @@ def program(
         text=True,
         start_new_session=True,
     ) as process:
-        child, helper, scratch = process.stdout.readline().split()
+        # The program may first note a folder of another run that is being removed meanwhile.
+        lines = iter(process.stdout.readline, "")
+        child, helper, scratch = next(line for line in lines if not line.startswith("megarl: note:")).split()
         try:
             yield Program(process, int(child), int(helper), Path(scratch))
         except BaseException:
