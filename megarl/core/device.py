@@ -93,11 +93,11 @@ def claim(threads: int | None) -> None:
 
 
 def helper_thread(name: str) -> ThreadPoolExecutor:
-    """Return an executor with one thread, for tasks beside the computation of the main thread.
+    """Return an executor with one thread, which works while the main thread computes.
 
-    Each operator in it runs on a single core. If the thread had its own pool of OpenMP threads, there would be more
-    such threads than cores. OpenMP would then let all threads of the process sleep at the end of every operator instead
-    of spinning, which made an image model's update up to 1.2 times as long.
+    Its operators run on a single core. A second pool of OpenMP threads would leave more threads than cores, and OpenMP
+    then puts every thread of the process to sleep after each operator instead of letting it spin. An image model's
+    update took up to 1.2 times as long.
     """
     return ThreadPoolExecutor(1, name, initializer=claim, initargs=(1,))
 

@@ -88,7 +88,7 @@ class CallReader:
         return "" if any(self._format.read(first)) else first[0].text.strip()
 
     def answer(self, token_ids: Sequence[int]) -> str | None:
-        """Return the text for the user, without reasoning and calls; None if the format does not mark it."""
+        """Return what the turn says to the user, without reasoning or calls; None if the format does not mark it."""
         answer = self._format.answer
         return None if answer is None else answer(self._pieces(list(token_ids)))
 

@@ -17,8 +17,8 @@ from megarl.rewards.sample_file import load_samples, sample_bytes
 
 
 class FinishedGroups:
-    """Collects the samples of unfinished groups, and writes those groups that a run resumed from the newest checkpoint
-    could use: all of their tokens were sampled by weights that are not newer than the checkpoint's."""
+    """Collects samples until their group is complete, and then writes the group. Groups with tokens from weights newer
+    than the newest checkpoint's are not written, because a resumed run cannot use them."""
 
     def __init__(self, num_rollouts: int):
         """num_rollouts: number of rollouts in a group, including a greedy one."""
@@ -55,7 +55,7 @@ class FinishedGroups:
             self._writing[name] = loop.run_in_executor(None, write_group, self._folder, group)
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Forget dropped rollouts, which are not scored."""
+        """Discard the groups of dropped rollouts, which will not be scored."""
         dropped = {rollout_id.rpartition(".")[0] for rollout_id in rollout_ids}
         for groups in (self._unfinished, self._writing):
             for name in [name for name in groups if name.rpartition("/")[2] in dropped]:

@@ -43,7 +43,7 @@ def save_samples(groups: Sequence[SavedGroup], file: Path) -> None:
 
 
 def sample_bytes(groups: Sequence[SavedGroup]) -> bytes:
-    """Return the groups as the content of a file. Adjacent samples with equal prompts share the prompt."""
+    """Return the contents of a file with these groups. Adjacent samples with equal prompts share the prompt."""
     from safetensors.numpy import save
 
     encoder = _Encoder()

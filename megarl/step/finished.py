@@ -22,10 +22,10 @@ AFTER, CONFIG = "after_{:06d}", "config.json"
 
 @dataclass(slots=True)
 class FinishedRollouts:
-    """Has the reward process write groups as they finish, and returns those of an earlier attempt.
+    """Tells the reward process where to write groups as they finish, and returns those of an earlier attempt.
 
-    Only groups without tokens from weights that are newer than the checkpoint's are used, because a resumed run trains
-    the newer weights again, which on GPUs gives slightly different ones."""
+    A group is used only if the checkpoint's weights, or older ones, sampled all of its tokens. A resumed run trains the
+    newer weights again, and on GPUs they come out slightly different."""
 
     config: Config
     rewards: RewardGroup
@@ -67,8 +67,8 @@ class FinishedRollouts:
         self.begin(checkpoint.step)
 
     def take(self, item: PendingPrompt, prompt_id: str, name: str) -> list[SampleRef] | None:
-        """Remove and return a group for this prompt without tokens from before the item's version; None if there is
-        none. name: STEP.GROUP of the group if it is sampled now, which is preferred."""
+        """Remove and return a finished group for this prompt, or None. Its tokens must not be older than the item's
+        version. name: STEP.GROUP that the group would get now; a group with this name is preferred."""
         usable = [
             found
             for found, samples in self._found.items()
@@ -79,7 +79,7 @@ class FinishedRollouts:
         return self._found.pop(name if name in usable else usable[0])
 
     def free_places(self, number: int, first: int, count: int) -> Sequence[int]:
-        """Return the positions in the step of `count` sampled groups, from `first` on. Positions of the earlier
-        attempt's groups are omitted, because names are unique."""
+        """Return positions in the step for `count` groups to sample, starting at `first`. Positions that the earlier
+        attempt's groups have in their names are skipped, so that names remain unique."""
         places = range(first, first + count + len(self._names))
         return [place for place in places if f"{number}.{place}" not in self._names][:count]

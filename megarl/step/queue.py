@@ -127,8 +127,8 @@ class RolloutQueue:
         self._num_begun += len(items)
 
     def _use_finished(self, item: PendingPrompt, number: int, i: int, is_restart: bool) -> bool:
-        """Use the rollouts that an earlier attempt finished for the i-th prompt that starts now, if there are any and
-        a step can still train on them."""
+        """Return whether an earlier attempt has finished this prompt's rollouts, and a step can still train on them. If
+        so, add them to the schedule. i: position among the prompts that start now."""
         if not self._schedule.has_room(item.version, number - 1):
             return False
         samples = self.finished.take(item, self.data[item.row].id, f"{number}.{self._num_in_step + i}")

@@ -62,8 +62,8 @@ def eagle_bytes(hf_config: Mapping[str, Any], tp: int, dtype: str) -> int:
 def check_eagle_weights(
     folder: Path, headers: Mapping[str, Header], hf_config: Mapping[str, Any], policy: Mapping[str, Any]
 ) -> None:
-    """Raise a UserError if a draft's folder lacks a tensor that vLLM does not take from the policy, or if its map of
-    the vocabulary is not one. vLLM would draft random tokens, or fail.
+    """Raise a UserError if the folder lacks a tensor that vLLM reads from it instead of sharing the policy's, or if the
+    vocabulary map is invalid. vLLM would draft random tokens, or fail.
 
     Args:
         headers: headers of the folder's tensors.
