@@ -48,22 +48,25 @@ def run(config: Config, scratch: Path) -> None:
 def learn(session: Session, config: Config, models: ModelFolders, context: RunContext) -> None:
     """Start the trainer ranks, run all steps and export the trained model."""
     actor = TrainerGroup(session, config, "actor", models.actor, context.placement.trainers)
+    checkpoint = context.resume_point.checkpoint
     elapsed = ElapsedTime()
     actor.start().result()
     elapsed.print("actor: started")
-    if context.resume_point.checkpoint is not None:
-        actor.load_checkpoint(context.resume_point.checkpoint).result()
+    if checkpoint is not None:
+        actor.load_checkpoint(checkpoint).result()
     print(f"kernels: {actor.kernels}", flush=True)
-    trained = TrainedModels({"actor": actor}, {"actor": ()})
+    trained = TrainedModels.of(session, config, {"actor": actor}, {"actor": ()}, checkpoint)
     context.run(trained, lambda: step(config, trained, context))
-    context.export(lambda out: export(config, actor, models, out))
+    context.export(lambda out: export(config, trained, models, out))
     actor.close().result()
 
 
-def export(config: Config, actor: TrainerGroup, models: ModelFolders, out: Path) -> None:
-    hf_config = trained_hf_config(config, "actor", models.hf_config)
+def export(config: Config, trained: TrainedModels, models: ModelFolders, out: Path) -> None:
+    actor, hf_config = trained.groups["actor"], trained_hf_config(config, "actor", models.hf_config)
     plan = make_plan(actor.holders, [huggingface_holder(hf_config, config.model.dtype)])
-    actor.export(plan, out)
+    for attempt in trained.attempts():
+        with attempt:
+            actor.export(plan, out)
 
 
 def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[str, float]:
@@ -72,12 +75,17 @@ def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[st
     rows: list[Sequence[Sample]] = context.take(config.batch.prompts_per_step)
     groups = [list(map(put_sample, row)) for row in rows]
     number = context.state.step
-    with watch.phase("train"), profiled(config, trained, number, context.folder.profile(number)):
-        metrics = train(config, trained.groups["actor"], groups, number)
+    metrics: Metrics = {}
+    for attempt in trained.attempts():
+        with attempt:
+            with watch.phase("train"), profiled(config, trained, number, context.folder.profile(number)):
+                metrics = train(config, trained.groups["actor"], groups, number)
+            with watch.phase("copy"):
+                trained.copy_state(number)
     times, samples = watch.metrics(), [sample for group in groups for sample in group]
     num_tokens = sum(sample.num_tokens for sample in samples)
     return {
-        **values(metrics),
+        **values(metrics | trained.take_metrics()),
         **times,
         "data/tokens": num_tokens,
         "data/trained_tokens": sum(sample.num_trained_tokens for sample in samples),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from megarl.step.logprob_check import LogprobCheck
 from megarl.step.metrics import add_effective_sample_size, add_explained_variance, step_metrics, update_rate
 from megarl.step.profile import profiled
 from megarl.step.queue import RolloutQueue
-from megarl.step.rollouts import Rollouts, collect_rollouts, record_advantages
+from megarl.step.rollouts import Advantages, Rollouts, collect_rollouts, take_advantages
 from megarl.step.scoring import Metrics
 from megarl.step.updates import prepare_updates
 
@@ -84,20 +85,30 @@ def step(
     version equals the step number. Rollouts that the queue has started for later steps continue in the meantime, except
     on engines that share devices with the trained models."""
     workers.take_idle_shares()  # drop the idle time since the last step
-    watch, number = context.stopwatch(), context.state.step
+    watch, number, trained = context.stopwatch(), context.state.step, workers.trained
     file = context.folder.rollouts(number)
     rollouts = collect_rollouts(config, workers, number, queue, file, watch, context.saver.commit)
     curriculum = context.note_solved(rollouts.solve_rates)
-    with watch.phase("train"), profiled(config, workers.trained, number, context.folder.profile(number)):
-        metrics = train(config, workers, rollouts, number, context.state.average)
-    recorded = record_advantages(workers, file)
-    with watch.phase("refit"):
-        workers.trained.stage_actor_for_sync()
-        metrics |= workers.refit.run(version=number, rate=update_rate(metrics))
-        logprob_check.check_step(metrics)
-        metrics |= logprob_check.after_refit(number)
+    metrics: Metrics = {}
+    advantages: Advantages = {}, {}
+    for attempt in trained.attempts():  # if a rank is lost, train again from the state before this step
+        average = replace(context.state.average)
+        with attempt:
+            with watch.phase("train"), profiled(config, trained, number, context.folder.profile(number)):
+                metrics = train(config, workers, rollouts, number, average)
+            advantages = take_advantages(workers.actor)
+            with watch.phase("copy"):
+                trained.copy_state(number)
+            context.state.average = average
+    recorded = workers.rewards.write_advantages(file, *advantages)
+    for attempt in trained.attempts():
+        with attempt, watch.phase("refit"):
+            trained.stage_actor_for_sync()
+            refitted = workers.refit.run(version=number, rate=update_rate(metrics))
+            logprob_check.check_step(metrics | refitted)
+            metrics |= refitted | logprob_check.after_refit(number)
     recorded.result()
-    metrics |= workers.take_idle_shares() | workers.alive_reward_models()
+    metrics |= workers.take_idle_shares() | workers.alive_reward_models() | trained.take_metrics()
     return values(rollouts.metrics | metrics) | curriculum | step_metrics(config, rollouts.sampled, watch, number)
 
 

@@ -15,6 +15,10 @@ from megarl.core.files import DISK_FULL
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
+class LostRanks(RunFailure):
+    """A failure whose only cause is the loss of ranks that may be replaced."""
+
+
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
     """Return the most informative error, as a UserError or RunFailure. `errors` are keyed by process name. User errors
     rank first, then infrastructure failures, then lost processes, then all other errors."""

@@ -51,6 +51,8 @@ class Refit:
         """Rendezvous for the plan's senders and receivers; None if the plan sends nothing."""
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
+        self._version: int | None = None
+        """Version of the latest refit."""
 
     def run(self, version: int, rate: float = 0.0) -> dict[str, Metric]:
         """Write the weights into every engine in place, label them `version`, and return metrics. `rate` is the mean
@@ -59,6 +61,8 @@ class Refit:
         self._engines.rejoin_restarted("refit")
         if self._quantizes or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()
+        # A refit that runs again after the loss of a rank counts the updates before it only once.
+        rate, self._version = (0.0 if version == self._version else rate), version
         expected = None if self._verifier is None else self._verifier.expect(regions(self._engines.holders), rate)
         while True:
             if self._connected != self._engines.generations:
@@ -81,6 +85,10 @@ class Refit:
             "refit/staging_mib": Metric(max(worker.staging_bytes for worker in workers) / 2**20),
             "engines/alive": Metric(len(self._engines.names)),
         }
+
+    def disconnect(self) -> None:
+        """Make the next refit connect to all trainers and engines again, because the trainers' ranks are new."""
+        self._connected, self._planned = (), None
 
     def differing(self) -> dict[str, list[str] | None]:
         """Compare the engines' weights with the trainer's. Return, by engine name, one line for each region that

@@ -18,7 +18,7 @@ from ray._private import ray_constants
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.failure import cause, is_loss, rank, write_stacks
+from megarl.cluster.failure import LostRanks, cause, is_loss, rank, write_stacks
 from megarl.cluster.network import LOOPBACK, interface_of, own_address, own_name, socket_environment
 from megarl.cluster.nodes.gathering import NODE_LOSS_S, alive_nodes, gather, lost_nodes
 from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous, Report
@@ -77,6 +77,7 @@ class Session:
         self.logs = logs.resolve()
         self._timeouts = config.cluster.timeouts
         self._watched: dict[str, ActorHandle] = {}
+        self._replaceable: dict[str, ActorHandle] = {}
         self._pending: list[Pending] = []
         self.trace = Trace(self.logs)
         logging.getLogger("ray").setLevel(logging.ERROR)  # hide advice for cluster administrators
@@ -175,9 +176,13 @@ class Session:
         if self._rendezvous is not None:
             self._rendezvous.withdraw()  # last: a node that leaves while Ray runs counts as lost
 
-    def watch(self, actors: Mapping[str, ActorHandle]) -> None:
-        """Make every subsequent wait fail if any of these processes is lost, including waits for other processes."""
-        self._watched |= actors
+    def watch(self, actors: Mapping[str, ActorHandle], are_replaceable: bool = False) -> None:
+        """Make every subsequent wait fail if any of these processes is lost, including waits for other processes. The
+        loss of replaceable processes fails only waits while one of them has a call, with LostRanks."""
+        if are_replaceable:
+            self._replaceable |= actors
+        else:
+            self._watched |= actors
 
     def unwatch(self, names: Collection[str]) -> None:
         """Stop watching these processes. After that, a loss fails only the calls to the lost process."""
@@ -212,7 +217,11 @@ class Session:
             wanted.errors |= self._lost(set(self._watched).difference(self._working()))
         self._raise_failure(wanted)
         if not ended and remaining <= 0:
-            raise RunFailure(self._overdue(most_urgent))
+            names = set(most_urgent.unfinished.values())
+            message = self._overdue(most_urgent)
+            if names <= self._replaceable.keys():
+                raise self._lost_ranks(message)
+            raise RunFailure(message)
         if not ended and meanwhile is not None:
             meanwhile()
 
@@ -255,7 +264,20 @@ class Session:
             raise RunFailure(
                 f"{failed[0].phase}: lost {nodes}. See {self.logs}. Fix: replace these nodes and resume the run"
             )
-        raise cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
+        error = cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
+        dead = {name for pending in failed for name, error in pending.fatal_errors().items() if is_loss(error)}
+        if dead and dead <= self._replaceable.keys() and not users:
+            raise self._lost_ranks(str(error))
+        raise error
+
+    def _lost_ranks(self, message: str) -> LostRanks:
+        """Return the error for the loss of replaceable processes, and forget their calls and failed ones."""
+        self._pending = [
+            pending
+            for pending in self._pending
+            if not pending.errors and not self._replaceable.keys() & pending.unfinished.values()
+        ]
+        return LostRanks(message)
 
     def _failed(self) -> list[Pending]:
         """Return the Pendings with errors that end the run, sorted so that the most informative error comes first."""
@@ -267,7 +289,7 @@ class Session:
         One of them is the cause. Does not return if Ray itself is lost."""
         self._take([ref for pending in self._pending for ref in pending.unfinished], timeout_s=SETTLE_S)
         failed = {name for pending in self._pending for name in pending.errors}
-        wanted.errors |= self._lost(set(self._watched).difference(failed))
+        wanted.errors |= self._lost({*self._watched, *self._replaceable}.difference(failed))
         if any(is_loss(error) for pending in self._pending for error in pending.errors.values()):
             # When a raylet exits, its actors exit first.
             time.sleep(1.0)
@@ -288,7 +310,8 @@ class Session:
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:
         """Return the errors of idle processes that have died."""
-        pings: dict[ray.ObjectRef, str] = {self._watched[name].__ray_ready__.remote(): name for name in idle}
+        actors = self._watched | self._replaceable
+        pings: dict[ray.ObjectRef, str] = {actors[name].__ray_ready__.remote(): name for name in idle}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
         return {pings[ref]: error for ref in answered if (error := outcome(ref)[1]) is not None}
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.groups.trainers import PARTS, TrainerGroup
 from megarl.cluster.pending import Pending, join
+from megarl.cluster.recovery import Recovery
+from megarl.cluster.session import Session
 from megarl.config.model_schema import Role
+from megarl.config.schema import Config
+from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 
 if TYPE_CHECKING:
     from megarl.megatron.offload import Part
-
-PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
-"""The parts of a model's state that a key `offload` may name."""
 
 UNREAD: tuple[Part, ...] = ("gradients", "optimizer")
 """The parts that a refit does not read."""
@@ -26,10 +29,42 @@ class TrainedModels:
     """The trainer groups by role, including the actor's. The states that a model's `offload` key lists are in host
     memory during rollouts and while a different model computes on the same devices. During a refit, all of them except
     the actor's weights are in host memory. `run` moves them back before a task. `sharing` maps each role to the other
-    roles on the same devices, with which it takes turns."""
+    roles on the same devices, with which it takes turns. Without `recovery`, the loss of a rank ends the attempt."""
 
     groups: Mapping[Role, TrainerGroup]
     sharing: Mapping[Role, Collection[Role]]
+    recovery: Recovery | None = None
+
+    @classmethod
+    def of(
+        cls,
+        session: Session,
+        config: Config,
+        groups: Mapping[Role, TrainerGroup],
+        sharing: Mapping[Role, Collection[Role]],
+        checkpoint: Checkpoint | None,
+    ) -> TrainedModels:
+        """Return the models, whose ranks are replaced if cluster.replace_ranks is set. `checkpoint` is the checkpoint
+        from which the run resumed, if any."""
+        replaces = config.cluster.replace_ranks
+        return cls(groups, sharing, Recovery(session, groups, sharing, checkpoint) if replaces else None)
+
+    def attempts(self) -> Iterator[AbstractContextManager[None]]:
+        """Yield contexts for attempts at a task until one completes. See Recovery.attempts."""
+        return iter([nullcontext()]) if self.recovery is None else self.recovery.attempts()
+
+    def copy_state(self, step: int) -> None:
+        """Copy the models' state after `step` to shared memory, so that lost ranks can be replaced."""
+        if self.recovery is not None and self.recovery.fits():
+            copying: dict[Role, Callable[[], Pending]] = {
+                role: partial(group.copy_state, step) for role, group in self.groups.items()
+            }
+            self.run(copying, parts=("parameters",))
+            self.recovery.note_copied(step)
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Return metrics on lost ranks since the last call."""
+        return {} if self.recovery is None else self.recovery.take_metrics()
 
     def run(self, tasks: Mapping[Role, Callable[[], Pending[Any]]], parts: Collection[Part] = PARTS) -> dict[Role, Any]:
         """Run one task for each of these models, and return the results. The tasks are independent of each other. On

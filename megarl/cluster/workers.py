@@ -11,12 +11,12 @@ from megarl.cluster.groups.engines import EngineGroup, engine_group
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
-from megarl.cluster.groups.trainers import ImageTrainerGroup, TrainerGroup
+from megarl.cluster.groups.trainers import PARTS, ImageTrainerGroup, TrainerGroup
 from megarl.cluster.pending import Pending, first
 from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
-from megarl.cluster.trained_models import PARTS, TrainedModels
+from megarl.cluster.trained_models import TrainedModels
 from megarl.config.device_spans import reward_model_is_beside_engines, sharing
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
@@ -63,13 +63,18 @@ class Workers:
         return self.trained.groups.get("implicit_reward")
 
     def export(self, out: Path) -> None:
-        self.trained.stage_actor_for_sync()
-        self.actor.export(self.export_plan, out)
+        for attempt in self.trained.attempts():
+            with attempt:
+                self.trained.stage_actor_for_sync()
+                self.actor.export(self.export_plan, out)
 
     def switch_to_rollout(self) -> dict[str, Metric]:
         """Offload the trained models as `offload` requires, and resume the engines. Return the bytes freed, as
         metrics."""
-        offloaded = self.trained.offload_all().result()
+        offloaded: dict[str, Metric] = {}
+        for attempt in self.trained.attempts():
+            with attempt:
+                offloaded = self.trained.offload_all().result()
         self.engines.resume().result()
         return offloaded
 
@@ -153,7 +158,7 @@ def launch_workers(
     if placement.environments:
         environments = EnvironmentGroup(session, config, models.actor, placement.environments, engines)
         starting["environments"] = environments.start()
-    trained = TrainedModels(groups, sharing(config))
+    trained = TrainedModels.of(session, config, groups, sharing(config), checkpoint)
     for role, group in groups.items():
         starting[role.replace("_", " ")] = _start_trained(group, checkpoint)
         if trained.sharing[role] and group.offloads:  # before the next model on these devices loads its state
@@ -163,6 +168,9 @@ def launch_workers(
     actor = groups["actor"]
     policy = policy_hf_config(config, models.hf_config)
     export_plan = make_plan(actor.holders, [huggingface_holder(policy, config.model.dtype)])
+    refit = Refit(session, config, actor, engines, export_plan)
+    if trained.recovery is not None:
+        trained.recovery.after.append(refit.disconnect)
     return Workers(
         model_folder=models.actor,
         trained=trained,
@@ -171,7 +179,7 @@ def launch_workers(
         rewards=rewards,
         environments=environments if config.has_environment else None,
         evaluation_environments=environments,
-        refit=Refit(session, config, actor, engines, export_plan),
+        refit=refit,
         export_plan=export_plan,
         rewards_share_devices=reward_model_is_beside_engines(config),
     )

@@ -66,3 +66,4 @@ class Cluster(Section):
     roles: Roles
     timeouts: Timeouts
     object_store_mib: PositiveInt | None
+    replace_ranks: bool

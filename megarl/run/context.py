@@ -175,7 +175,8 @@ class RunContext:
                     self._end_if_signaled(trained, write)
                     saver.commit()  # after the step's metrics are written, since a resumed run needs them
                     self._stop_on(findings, trained, write)
-                saver.finish()
+                if not saver.finish():
+                    self._save_now(trained, write)
                 self._end_if_signaled(trained, write)
             except RunFailure as failure:
                 if not interrupts.is_signaled:
@@ -250,8 +251,10 @@ class RunContext:
 
     def _save_now(self, trained: TrainedModels, write: Write) -> None:
         """Save a checkpoint of the current step, unless there is one, and wait until it is complete."""
-        self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
-        self.saver.finish()
+        is_complete = False
+        while not is_complete:
+            self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
+            is_complete = self.saver.finish()
 
     def export(self, write: Callable[[Path], None]) -> None:
         """Export the model with `write` if run.export is set, else remove an earlier export. Mark the run finished."""

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.failure import LostRanks
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.trained_models import TrainedModels
@@ -63,17 +64,22 @@ class Saver:
             self.finish()
             with self._waiting():
                 self._checkpoints.await_space(self._num_bytes, self._config.checkpoint.keep)
-                folder = self._checkpoints.begin(step)
-                groups = trained.groups
-                start = time.perf_counter()
-                self._unfinished = Unfinished([*groups.values()], step, run, folder, start, write(folder))
-                saving: dict[Role, Callable[[], Pending]] = {
-                    role: partial(group.save_checkpoint, folder) for role, group in groups.items()
-                }
-                trained.run(saving, parts=("parameters",))
-            print(f"checkpoint: copied step {step} to host memory, writing it to {folder.parent}", flush=True)
+                for attempt in trained.attempts():
+                    with attempt:
+                        self._unfinished = self._begin(trained, step, run, write)
+            print(f"checkpoint: copied step {step} to host memory, writing it to {self._checkpoints.path}", flush=True)
         metrics, self._metrics = self._metrics, {}
         return metrics
+
+    def _begin(self, trained: TrainedModels, step: int, run: Mapping[str, Any], write: Write) -> Unfinished:
+        """Start writing a checkpoint, and return when all ranks have copied their state."""
+        start, groups, folder = time.perf_counter(), trained.groups, self._checkpoints.begin(step)
+        unfinished = Unfinished([*groups.values()], step, run, folder, start, write(folder))
+        saving: dict[Role, Callable[[], Pending]] = {
+            role: partial(group.save_checkpoint, folder) for role, group in groups.items()
+        }
+        trained.run(saving, parts=("parameters",))
+        return unfinished
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the value of evaluation.best.metric after `step` if `metrics` contains it."""
@@ -83,18 +89,35 @@ class Saver:
 
     def commit(self) -> None:
         """Complete the checkpoint in progress if its files are written or checkpoint.background is not set."""
-        if self._unfinished and (not self._config.checkpoint.background or self._unfinished.is_written()):
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for the checkpoint in progress, if any, complete it, and remove those beyond checkpoint.keep."""
         if self._unfinished is None:
             return
+        try:
+            is_written = not self._config.checkpoint.background or self._unfinished.is_written()
+        except LostRanks as loss:
+            self._abandon(self._unfinished, loss)
+        else:
+            if is_written:
+                self.finish()
+
+    def finish(self) -> bool:
+        """Wait for the checkpoint in progress, if any, complete it, and remove those beyond checkpoint.keep. Return
+        False if a rank was lost before its files were on disk. The checkpoint is then abandoned."""
+        if self._unfinished is None:
+            return True
         unfinished = self._unfinished
         with self._waiting():
-            writing = [group.finish_checkpoint(unfinished.folder) for group in unfinished.groups]
-            records = [record for pending in writing for record in pending.result()]
+            try:
+                writing = [group.finish_checkpoint(unfinished.folder) for group in unfinished.groups]
+                records = [record for pending in writing for record in pending.result()]
+            except LostRanks as loss:
+                self._abandon(unfinished, loss)
+                return False
             self._complete(unfinished, [*unfinished.others, *records])
+        return True
+
+    def _abandon(self, unfinished: Unfinished, loss: LostRanks) -> None:
+        self._unfinished = None
+        print(f"checkpoint: abandoned step {unfinished.step}, whose files are incomplete: {loss}", flush=True)
 
     def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
         """Complete the checkpoint in progress, if any, if its files are written before `left_s` returns 0. The files

@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.pending import Pending
+from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.rank_batch import Scores
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
@@ -19,6 +19,10 @@ from megarl.core.timing import Stopwatch
 from megarl.step.queue import RolloutQueue
 from megarl.step.rollout_rewards import rollouts_of
 from megarl.step.scoring import Metrics, is_informative, select
+
+Advantages = tuple[Mapping[str, float], Mapping[str, Mapping[str, list[float]]]]
+"""Mean advantage of each trained sample over its trained tokens, by sample id, and per-token details of a few samples,
+by sample id and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +103,10 @@ def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[s
     return {prompt: fmean(flags) for prompt, flags in solved.items()}
 
 
-def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
-    """Submit a call that adds the trained samples' advantages to the step's rollout file. The ranks return each
-    sample's mean over its tokens, and per-token values for a few samples."""
-    advantages, details = workers.actor.take_advantages(), workers.actor.take_token_details()
-    return advantages.then(
-        lambda means: details.then(
-            lambda by_token: workers.rewards.write_advantages(rollouts, means, by_token) if means else None
-        )
-    )
+def take_advantages(actor: TrainerGroup) -> Advantages:
+    """Return the trained samples' advantages from the ranks, and drop them there."""
+    advantages, details = actor.take_advantages(), actor.take_token_details()
+    return advantages.result(), details.result()
 
 
 def further_prompts(missing: int, num_informative: int, num_sampled: int, limit: int) -> int:

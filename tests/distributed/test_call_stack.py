@@ -64,7 +64,7 @@ class InProcess:
         actor._worker, actor._batches = self._worker, rank_batch.FetchedBatches()
         return SimpleNamespace(call=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=actor.call)))
 
-    def watch(self, _: Any) -> None:
+    def watch(self, *_: Any) -> None:
         pass
 
     def submit(self, calls: dict[str, Any], *_: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +16,7 @@ from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch
 from megarl.cluster.session import Session
+from megarl.cluster.supervision.processes import ProcessId, kill
 from megarl.config.model_schema import MegatronRole
 from megarl.config.schema import Config
 from megarl.core.collector import imports
@@ -36,6 +37,7 @@ class Started:
     holder: Holder
     packing: Packing
     kernels: str
+    process_id: ProcessId
 
 
 class RankActor(ProcessActor):
@@ -75,7 +77,7 @@ class RankActor(ProcessActor):
         timeout_s = self._config.cluster.timeouts.start
         store = self._store if rank == 0 else join_store(host, port, world_size, timeout_s)
         self._worker = worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
-        return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
+        return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels, ProcessId.own())
 
 
 def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, int, Store, int], ModelWorker]:
@@ -95,6 +97,12 @@ def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, 
     return next(worker for worker in workers if worker.role == role)
 
 
+@ray.remote(num_cpus=0, max_retries=0)
+def _kill(ids: Sequence[ProcessId]) -> None:
+    """Kill processes on the node on which this task runs."""
+    kill(ids)
+
+
 class RankGroup(WorkerGroup):
     """All ranks in a role."""
 
@@ -102,13 +110,20 @@ class RankGroup(WorkerGroup):
     """A class derived from RankActor, as a Ray actor."""
 
     def __init__(
-        self, session: Session, config: Config, role: MegatronRole, model_folder: Path, processes: Sequence[Process]
+        self,
+        session: Session,
+        config: Config,
+        role: MegatronRole,
+        model_folder: Path,
+        processes: Sequence[Process],
+        are_replaceable: bool = False,
     ):
-        self._processes = processes
-        arguments = config, role, model_folder
-        actors = {p.name: session.on_node(self.actor_class, p).remote(*arguments, p, session.logs) for p in processes}
-        super().__init__(session, role.replace("_", " "), actors)
-        session.watch(actors)
+        """are_replaceable: whether `kill` and `launch` replace the ranks if one of them is lost."""
+        self._processes, self._are_replaceable = processes, are_replaceable
+        self._arguments = config, role, model_folder
+        super().__init__(session, role.replace("_", " "), {})
+        self.launch()
+        self._process_ids: Mapping[Process, ProcessId] = {}
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
         self.store_address = ("", 0)
@@ -125,6 +140,31 @@ class RankGroup(WorkerGroup):
         """Leave the process group on all ranks at once, because a rank that leaves alone looks like a crash to its
         peers."""
 
+    @property
+    def nodes(self) -> list[int]:
+        """Each rank's node number."""
+        return [process.node.number for process in self._processes]
+
+    def launch(self) -> None:
+        """Start the ranks' processes."""
+        logs = self._session.logs
+        for process in self._processes:
+            actor_class = self._session.on_node(self.actor_class, process)
+            self._actors[process.name] = actor_class.remote(*self._arguments, process, logs)
+        self._session.watch(self._actors, self._are_replaceable)
+
+    def kill(self) -> None:
+        """Kill the ranks' processes, including suspended ones, which Ray cannot end, and wait until they are gone."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+        calls = {}
+        for node in {process.node.number: process for process in self._process_ids}.values():
+            ids = [process_id for process, process_id in self._process_ids.items() if process.node == node.node]
+            task = _kill.options(scheduling_strategy=self._session.node_of(node))
+            calls[f"node {node.node.number}"] = task.remote(ids)
+        self._session.submit(calls, f"{self.role} kill", "start").result()
+        self._process_ids = {}
+
     def start(self) -> Pending[None]:
         """Open the rendezvous on rank 0, then build the model on all ranks."""
         return self._open_store.on_first().then(lambda address: self._start_ranks(*address))
@@ -135,6 +175,7 @@ class RankGroup(WorkerGroup):
         return self._start(host, port).then(self._note_started)
 
     def _note_started(self, started: Sequence[Started]) -> None:
+        self._process_ids = {p: rank.process_id for p, rank in zip(self._processes, started, strict=True)}
         self._data_parallel_ranks = [rank.data_parallel_rank for rank in started]
         ranks = zip(self._processes, started, strict=True)
         self.holders = [holder for process, rank in ranks for holder in process.hold([rank.holder])]

@@ -16,7 +16,7 @@ from megarl.cluster.groups.evaluation import EvaluationScorer
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
-from megarl.cluster.pending import Pending
+from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import Scores, get_samples, get_scores, put_sample, put_scores
 from megarl.cluster.session import Session
@@ -341,7 +341,9 @@ class RewardGroup(WorkerGroup):
     def write_advantages(
         self, rollouts: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
     ) -> Pending[None]:
-        """Add the advantages, by sample id, and per-token details to the step's rollout file."""
+        """Add the advantages, by sample id, and per-token details to the step's rollout file, if there are any."""
+        if not advantages:
+            return ready(None)
         return self._write_advantages.on_first(rollouts.resolve(), advantages, details)
 
     def _model_scores(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
@@ -18,7 +19,7 @@ from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import RankBatch, Scores, Updates, join_by_sample, join_named_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
-from megarl.cluster.supervision.scratch import own_scratch
+from megarl.cluster.supervision.scratch import memory_folder, own_scratch
 from megarl.config.model_schema import Lora, Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
@@ -45,10 +46,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
+"""The parts of a model's state that a key `offload` may name."""
+
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class TrainerActor(RankActor):
     """One rank that trains a model. Its worker is a TrainerWorker."""
+
+    def copy_room(self) -> tuple[int, int]:
+        """Return the size of this rank's copies in shared memory, and the free shared memory on its node, in bytes."""
+        return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
+
+    def copy_state(self, step: int) -> None:
+        self._worker.copy_state(step, memory_folder(own_scratch()))
+
+    def restore_state(self, step: int) -> None:
+        self._worker.restore_state(step, memory_folder(own_scratch()))
 
     def old_log_probs(self, batch: LocalBatch) -> dict[str, Scores]:
         return self._keep_log_probs("old", batch)
@@ -124,7 +138,7 @@ class TrainerGroup(RankGroup):
     actor_class, title = TrainerActor, "TrainerActor"
 
     def __init__(self, session: Session, config: Config, role: Role, model_folder: Path, processes: Sequence[Process]):
-        super().__init__(session, config, role, model_folder, processes)
+        super().__init__(session, config, role, model_folder, processes, config.cluster.replace_ranks)
         self._checkpoint_folder = role
         self.offloads = frozenset(config.placed(role).offload)
         self._model_folder, lora = model_folder, config.placed(role).adapters
@@ -218,6 +232,19 @@ class TrainerGroup(RankGroup):
     def _checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> dict[Region, Checksum]: ...
 
     @remote(timeout="checkpoint")
+    def copy_room(self) -> tuple[int, int]:
+        """Return each rank's size of its copies in shared memory, and its node's free shared memory, in bytes."""
+        ...
+
+    @remote(timeout="checkpoint")
+    def copy_state(self, step: int) -> None:
+        """Copy each rank's state after `step` to its node's shared memory, for a process that replaces it."""
+
+    @remote(timeout="checkpoint")
+    def restore_state(self, step: int) -> None:
+        """Restore the state that earlier processes of these ranks have copied after `step`."""
+
+    @remote(timeout="checkpoint")
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None: ...
 
     @remote(timeout="checkpoint")
@@ -307,10 +334,12 @@ class TrainerGroup(RankGroup):
         if self._exports_adapters is not None:
             plan = self._plan_of_adapters(self._exports_adapters)
         transport: Transport
+        parts = out.with_name(f".{out.name}-parts")
+        for path in (out, parts):  # an earlier call may have failed
+            shutil.rmtree(path, ignore_errors=True)
         if len({process.node.number for process in self._processes}) == 1:
             transport = SharedMemory(self.publish(for_refit=False).result())
         else:
-            parts = out.with_name(f".{out.name}-parts")
             parts.mkdir()
             folders = [parts / process.name for process in self._processes]
             whole = share(CompactPlan.of(plan))

@@ -13,6 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -24,6 +25,37 @@ PROC = Path("/proc")
 POLL_S = 0.02
 ONE_THREAD = b"Current thread "
 """Text that occurs exactly once in a process's stack traces: the heading for the thread that received the signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process on this node. Its start time distinguishes it from a later process with the same number.
+
+    Attributes:
+        started: clock ticks between the start of the machine and that of the process.
+    """
+
+    pid: int
+    started: int
+
+    @classmethod
+    def own(cls) -> ProcessId:
+        """Return the id of this process."""
+        pid = os.getpid()
+        started = _started(pid)
+        assert started is not None, "a process can read its own status"
+        return cls(pid, started)
+
+    @property
+    def _is_running(self) -> bool:
+        return _started(self.pid) == self.started and not _has_exited(self.pid)
+
+
+def kill(ids: Sequence[ProcessId], timeout_s: float = 60.0) -> None:
+    """Kill these processes, even if they are suspended, and wait until they have exited, for at most timeout_s
+    seconds."""
+    running = [process.pid for process in ids if process._is_running]
+    _await_exit([pid for pid in running if _signal(pid, signal.SIGKILL)], timeout_s)
 
 
 def adopt_orphans() -> None:
@@ -65,6 +97,16 @@ def _parent(process: Path) -> int | None:
         return int((process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     except OSError:  # the process has exited or is not readable
         return None
+
+
+def _started(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks; None if it has exited or is a zombie."""
+    try:
+        # The name in parentheses may itself contain spaces and parentheses.
+        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
 
 
 def _own_children() -> list[int]:

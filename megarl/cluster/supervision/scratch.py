@@ -38,6 +38,12 @@ def ray_folder(scratch: Path) -> Path:
     return scratch / "ray"
 
 
+def memory_folder(scratch: Path) -> Path:
+    """Return the path of the run's private folder in this node's shared memory. It is created when it is needed, and
+    removed with the scratch folder."""
+    return segments.SHARED_MEMORY / scratch.name
+
+
 _locks: list[int] = []
 """Descriptors of the lock files in the scratch folders that this process has created."""
 
@@ -56,6 +62,9 @@ def make_scratch() -> Path:
 def remove_scratch(folder: Path) -> None:
     """Remove a scratch folder and its contents, unless it is gone and another user has taken its name. The lock file is
     removed last, and only if nothing else is left: without it, no later run could remove the folder."""
+    if NAME.fullmatch(folder.name):
+        with suppress(OSError, Untrusted), private_folder(memory_folder(folder)):
+            shutil.rmtree(memory_folder(folder), ignore_errors=True)
     with suppress(OSError, Untrusted), private_folder(folder):
         for path in _contents(folder):
             if path.is_dir() and not path.is_symlink():

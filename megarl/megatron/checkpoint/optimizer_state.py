@@ -50,13 +50,13 @@ def sharded(
     optimizer state in its ranges. `models` holds the sharding description of each parameter, and `on_device` brings a
     parameter's offloaded state to the device while it is read."""
     written: dict[str, ShardedTensor] = {}
-    for owned in _owned_ranges(optimizer):
+    for owned in owned_ranges(optimizer):
         shard = models[owned.parameter]
         # A replica_id is (pipeline stage, tensor-parallel rank, data-parallel rank).
         if is_main_replica(shard.replica_id[:2]):  # pyright: ignore[reportIndexIssue]  # never an int here
             with on_device(owned.state()):
                 state = owned.values()
-                values = {"": owned.parameter.flatten()[owned.start : owned.stop]}
+                values = {"": owned.weight()}
                 values |= {f"{PREFIX}{key}.": state[key].float() for key in KEYS}
                 copied = {prefix: part.to("cpu", copy=True) for prefix, part in values.items()}
             for prefix, part in copied.items():
@@ -86,13 +86,11 @@ def restore(
         num_updates: number of updates that the stored state has seen.
         stored_keys: keys of all trained weights and their state in the checkpoint.
     """
-    for part in parts_of(optimizer):
-        if not part.optimizer.state:  # created lazily by the first update
-            part.init_state_fn(part.optimizer, part.config)
+    initialize(optimizer)
     prefixes = {WEIGHT: ""} | {key: f"{PREFIX}{key}." for key in KEYS}
     extents = [
         (owned, {name: owned.extents(models[owned.parameter], prefix) for name, prefix in prefixes.items()})
-        for owned in _owned_ranges(optimizer)
+        for owned in owned_ranges(optimizer)
     ]
     rank_keys = {extent.key for _, states in extents for parts in states.values() for extent in parts}
     _reject_other_keys(folder, rank_keys, stored_keys)
@@ -102,12 +100,15 @@ def restore(
             _reject_other_shape(folder, shard, stored)
         for owned, states in extents:
             tensors = {name: owned.read(stored, parts) for name, parts in states.items()}
-            owned.parameter.view(-1)[owned.start : owned.stop].copy_(tensors.pop(WEIGHT))
-            if kernels.adam() == kernels.TORCH_ADAM:
-                tensors["step"] = torch.tensor(float(num_updates))  # Megatron expects every state entry
-            owned.part._set_main_param_and_optimizer_states(owned.parameter, tensors)
+            owned.set_values(tensors, num_updates)
+    set_count(optimizer, num_updates)
+
+
+def initialize(optimizer: MegatronOptimizer) -> None:
+    """Create the moments, which Megatron otherwise creates in the first update."""
     for part in parts_of(optimizer):
-        _set_count(part, num_updates)
+        if not part.optimizer.state:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,18 @@ class OwnedRange:
         main, *_ = self.state()
         return dict(zip(KEYS, (main, torch.zeros(main.shape), torch.zeros(main.shape)), strict=True))
 
+    def weight(self) -> torch.Tensor:
+        """Return the range's model weights, without copying."""
+        return self.parameter.view(-1)[self.start : self.stop]
+
+    def set_values(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
+        """Set the range's weights and state, keyed by WEIGHT and KEYS."""
+        self.weight().copy_(tensors[WEIGHT])
+        state = {key: tensors[key] for key in KEYS}
+        if kernels.adam() == kernels.TORCH_ADAM:
+            state["step"] = torch.tensor(float(num_updates))  # Megatron expects every state entry
+        self.part._set_main_param_and_optimizer_states(self.parameter, state)
+
     def extents(self, shard: Shard, prefix: str) -> list[Extent]:
         """Return the extents that make up the range. `prefix` is prepended to the parameter's key."""
         spans = flat_span(tuple(self.parameter.shape), self.start, self.stop)
@@ -157,7 +170,8 @@ class OwnedRange:
         return values
 
 
-def _owned_ranges(optimizer: MegatronOptimizer) -> Iterator[OwnedRange]:
+def owned_ranges(optimizer: MegatronOptimizer) -> Iterator[OwnedRange]:
+    """Yield this rank's ranges of all trained parameters, always in the same order."""
     for part in parts_of(optimizer):
         for ranges_by_dtype in part.gbuf_ranges:
             [buckets] = ranges_by_dtype.values()
@@ -202,12 +216,14 @@ def _reject_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> 
             )
 
 
-def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
+def set_count(optimizer: MegatronOptimizer, num_updates: int) -> None:
     """Set the update count. torch's AdamW keeps it per parameter; the fused kernels from Transformer Engine and Apex
     keep it per parameter group."""
-    if kernels.adam() == kernels.TORCH_ADAM:
-        for main, state in part.optimizer.state.items():
-            state["step"] = torch.tensor(float(num_updates), device=main.device)  # where the fused kernel requires it
-    else:
-        for param_group in part.optimizer.param_groups:
-            param_group["step"] = num_updates
+    for part in parts_of(optimizer):
+        if kernels.adam() == kernels.TORCH_ADAM:
+            for main, state in part.optimizer.state.items():
+                # on the device, where the fused kernel requires it
+                state["step"] = torch.tensor(float(num_updates), device=main.device)
+        else:
+            for param_group in part.optimizer.param_groups:
+                param_group["step"] = num_updates

@@ -27,7 +27,8 @@ from megarl.data.collate import TokenScores, add_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step
 from megarl.megatron.advantages import AnyBatch, estimate_advantages
-from megarl.megatron.checkpoint import sharded
+from megarl.megatron.checkpoint import host_copies, sharded
+from megarl.megatron.checkpoint.host_copies import HostCopies
 from megarl.megatron.loss_scale import LossScale
 from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import begin_main_weights, main_grad, rounded_parameters
@@ -85,6 +86,7 @@ class TrainerWorker(ModelWorker, ABC):
         """Number of optimizer steps so far, which determines the learning rate."""
         self._skipped = SkippedUpdates()
         self._loss_scale = LossScale(self.chunks, self.dtype, optimizer_config(settings, self.dtype))
+        self._copies: HostCopies | None = None
         self._has_moved = False
         """Whether this step has updated the parameters."""
         self._epoch = 0
@@ -341,6 +343,33 @@ class TrainerWorker(ModelWorker, ABC):
         self._restore_counters(counters)
         if not same_layout:
             random_state.reseed(self._config.run.seed, self.num_updates)
+
+    def copy_bytes(self) -> int:
+        """Return the size in bytes of this rank's copies in host memory."""
+        return host_copies.num_bytes(self.chunks, self.optimizer, self._weight_snapshots)
+
+    def copy_state(self, step: int, folder: Path) -> None:
+        """Copy the state after `step` to the run's folder in shared memory, which outlives this process."""
+        host_copies.save(
+            self._copies_in(folder),
+            step,
+            self.chunks,
+            self.optimizer,
+            self._weight_snapshots,
+            self._counters(),
+            self._offload.on_device,
+        )
+
+    def restore_state(self, step: int, folder: Path) -> None:
+        """Restore the state after `step` that an earlier process of this rank has copied to the folder."""
+        copies = self._copies_in(folder)
+        counters = host_copies.restore(copies, step, self.chunks, self.optimizer, self._weight_snapshots)
+        self._restore_counters(counters)
+
+    def _copies_in(self, folder: Path) -> HostCopies:
+        if self._copies is None:
+            self._copies = HostCopies(folder, f"{self.role}-{self._rank}")
+        return self._copies
 
     def _has_layout_of(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.state["config"][self.role].get("layout") == self._settings.layout.model_dump()

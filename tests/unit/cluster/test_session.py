@@ -95,6 +95,7 @@ def session(ray: FakeRay) -> Session:
     session.logs = Path("/logs")
     session._timeouts = TIMEOUTS
     session._watched = {name: FakeActor(ray) for name in ("trainer-0", "trainer-1", "engine-0")}
+    session._replaceable = {}
     session._watchdog = FakeWatchdog()
     session._pending, session._others, session._rendezvous = [], (), None
     return session

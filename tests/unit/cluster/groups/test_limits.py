@@ -64,7 +64,7 @@ class HangingSession:
 
     node_of = None
 
-    def watch(self, actors: dict) -> None:
+    def watch(self, actors: dict, are_replaceable: bool = False) -> None:
         pass
 
     def unwatch(self, names: Any) -> None:
@@ -129,6 +129,9 @@ CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
     "actor checkpoint written": ("checkpoint", lambda groups, _: groups.actor.checkpoint_written()),
     "actor finish checkpoint": ("checkpoint", lambda groups, folder: groups.actor.finish_checkpoint(folder)),
     "actor check checkpoint": ("checkpoint", lambda groups, _: groups.actor.load_checkpoint(None)),
+    "actor copy room": ("checkpoint", lambda groups, _: groups.actor.copy_room()),
+    "actor copy state": ("checkpoint", lambda groups, _: groups.actor.copy_state(1)),
+    "actor restore state": ("checkpoint", lambda groups, _: groups.actor.restore_state(1)),
     "actor export": ("checkpoint", lambda groups, folder: groups.actor._export.on_first(None, None, folder)),
 }
 """Phase -> its timeout key and the function that starts it."""

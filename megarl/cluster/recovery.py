@@ -1,0 +1,147 @@
+"""Replacement of the ranks that train models, while engines, environments, rewards and the queue keep running.
+
+When a rank dies, all ranks of the trained models are replaced, because the survivors' collectives have failed and their
+process groups cannot be repaired. The new ranks restore the old ranks' state from shared memory on their nodes, and the
+interrupted part of the step runs again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from megarl.cluster.failure import LostRanks
+from megarl.cluster.groups.trainers import PARTS, TrainerGroup
+from megarl.cluster.pending import Pending, join, ready
+from megarl.cluster.session import Session
+from megarl.config.model_schema import Role
+from megarl.core.checkpoint import Checkpoint
+from megarl.core.errors import RunFailure
+from megarl.core.metrics import Metric
+
+MAX_REPLACEMENTS = 4
+"""Number of replacements in a step after which a further loss ends the attempt, because the step itself is probably the
+cause."""
+
+
+class Recovery:
+    """Replaces lost ranks of a run's trained models.
+
+    The state after the latest step is in shared memory on the ranks' nodes. Until the first step has ended, it is in
+    the model folders and in the checkpoint from which the run resumed."""
+
+    def __init__(
+        self,
+        session: Session,
+        groups: Mapping[Role, TrainerGroup],
+        sharing: Mapping[Role, Collection[Role]],
+        checkpoint: Checkpoint | None,
+    ):
+        """For `groups` and `sharing`, see TrainedModels. checkpoint: the checkpoint from which the run resumed."""
+        self._session, self._groups, self._sharing, self._checkpoint = session, groups, sharing, checkpoint
+        self._copied: int | None = None
+        """Latest step after which all ranks have copied their state."""
+        self._num_replaced = self._num_unreported = 0
+        """Number of replacements since the last copy, and since the last call of `take_metrics`."""
+        self._seconds = 0.0
+        """Duration of the unreported replacements."""
+        self._fits: bool | None = None
+        """Whether copies fit into shared memory; None: not checked yet."""
+        self.after: list[Callable[[], None]] = []
+        """Functions to call after a replacement, which drop connections to the old ranks."""
+
+    def attempts(self) -> Iterator[AbstractContextManager[None]]:
+        """Yield contexts for attempts at a task until one of them completes. If ranks are lost in an attempt, they are
+        replaced with their state after the last copy, and the next attempt starts. The task must not change any other
+        state before it completes."""
+        is_done = False
+
+        @contextmanager
+        def attempt() -> Iterator[None]:
+            nonlocal is_done
+            try:
+                yield
+                is_done = True
+            except LostRanks as loss:
+                self._replace(loss)
+
+        while not is_done:
+            yield attempt()
+
+    def fits(self) -> bool:
+        """Return whether copies take at most half of the free shared memory on every node. If they do not, print a note
+        at the first call, and never replace ranks."""
+        if self._fits is None:
+            needed: Counter[int] = Counter()
+            free: dict[int, int] = {}
+            for group in self._groups.values():
+                for node, (num_bytes, node_free) in zip(group.nodes, group.copy_room().result(), strict=True):
+                    needed[node] += num_bytes
+                    free[node] = node_free
+            lacking = [node for node in needed if 2 * needed[node] > free[node]]
+            self._fits = not lacking
+            for node in lacking[:1]:
+                print(
+                    f"recovery: copies of the trained models' state need {needed[node] / 2**30:.2f} GiB of shared "
+                    f"memory on node {node}, more than half of its free {free[node] / 2**30:.2f} GiB. The loss of a "
+                    "rank therefore ends the attempt. Enlarge /dev/shm to have lost ranks replaced",
+                    flush=True,
+                )
+        return self._fits
+
+    def note_copied(self, step: int) -> None:
+        """Record that all ranks have copied their state after `step`."""
+        self._copied, self._num_replaced = step, 0
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Return the number and duration of replacements since the last call; empty if there were none."""
+        if not self._num_unreported:
+            return {}
+        metrics = {"recovery/replacements": Metric(self._num_unreported), "time/recovery": Metric(self._seconds)}
+        self._num_unreported, self._seconds = 0, 0.0
+        return metrics
+
+    def _replace(self, loss: LostRanks) -> None:
+        """Replace all ranks, and replace them again if further ranks are lost meanwhile. Raise RunFailure if there are
+        no copies, or if the step has lost ranks too often."""
+        begin = time.time()
+        while True:
+            if self._fits is False:
+                raise loss
+            self._num_replaced += 1
+            self._num_unreported += 1
+            if self._num_replaced > MAX_REPLACEMENTS:
+                raise RunFailure(f"{loss} The ranks have already been replaced {MAX_REPLACEMENTS} times in this step")
+            print(f"recovery: {loss}. Replacing all ranks of the trained models", flush=True)
+            try:
+                self._restart()
+                break
+            except LostRanks as further:
+                loss = further
+        for drop in self.after:
+            drop()
+        end = time.time()
+        self._seconds += end - begin
+        self._session.trace.record("recover", begin, end)
+        state = "their initial state" if self._copied is None else f"their state after step {self._copied}"
+        print(f"recovery: replaced the ranks in {end - begin:.1f} s with {state}", flush=True)
+
+    def _restart(self) -> None:
+        for group in self._groups.values():
+            group.kill()
+        restored: list[Pending[Any]] = []
+        for role, group in self._groups.items():
+            group.launch()
+            restored.append(group.start().then(lambda _, group=group: self._restore(group)))
+            if self._sharing[role] and group.offloads:  # before the next model on these devices loads its state
+                join(restored).result()
+                group.offload(PARTS).result()
+        join(restored).result()
+
+    def _restore(self, group: TrainerGroup) -> Pending[Any]:
+        if self._copied is not None:
+            return group.restore_state(self._copied)
+        return ready(None) if self._checkpoint is None else group.load_checkpoint(self._checkpoint)

@@ -1,0 +1,219 @@
+"""Copies of a rank's training state in its node's shared memory. They outlive the process, and a new process with the
+same rank resumes from them.
+
+A copy has the bits that a checkpoint stores for the rank's own range of the trained parameters, together with router
+biases, mutable weight snapshots, counters and RNG states. Everything else is loaded from the model folder. Unlike a
+checkpoint, a copy fits only the layout that wrote it, and needs neither a disk nor other ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from megarl.core.errors import InfrastructureFailure
+from megarl.core.files import DISK_FULL, parse_object
+from megarl.megatron import random_state
+from megarl.megatron.checkpoint.optimizer_state import (
+    KEYS,
+    WEIGHT,
+    OnDevice,
+    initialize,
+    owned_ranges,
+    set_count,
+)
+from megarl.megatron.model.build import named_tensors
+from megarl.megatron.weight_snapshots import WeightSnapshots
+
+SLOTS = (0, 1)
+ALIGNMENT = 64
+
+
+class Spec(NamedTuple):
+    """Dtype and shape of a tensor in a copy."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes, rounded up to the alignment."""
+        size = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class HostCopies:
+    """One rank's last two copies, each in a slot. A slot's record is removed before its tensors are written, and
+    replaced afterwards, so a rank that is killed while it copies leaves the other slot's copy intact."""
+
+    def __init__(self, folder: Path, rank: str):
+        """`folder` is a private folder in shared memory, and `rank` names the rank's files in it."""
+        self._folder, self._rank = folder, rank
+        self._memory: dict[int, torch.Tensor] = {}
+        """Slot -> its mapped memory, uint8."""
+
+    @contextmanager
+    def write(
+        self, step: int, specs: Mapping[str, Spec], values: Mapping[str, Any]
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the tensors of a new copy, which the body fills, by name. The copy replaces the older of the two, and
+        exists once the body has finished. `values` is stored as JSON. Raise InfrastructureFailure if the shared memory
+        is full."""
+        records = {slot: self._record(slot) for slot in SLOTS}
+        slot = min(SLOTS, key=lambda slot: -1 if (record := records[slot]) is None else record["step"])
+        record = self._path(slot, "json")
+        record.unlink(missing_ok=True)
+        yield self._tensors(slot, specs)
+        hidden = self._path(slot, "new")
+        hidden.write_text(json.dumps({"step": step, "values": values}))
+        hidden.rename(record)
+
+    def read(self, step: int, specs: Mapping[str, Spec]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the tensors and values of the copy after `step`. Raise InfrastructureFailure if there is none."""
+        for slot in SLOTS:
+            record = self._record(slot)
+            if record is not None and record["step"] == step:
+                return self._tensors(slot, specs), record["values"]
+        raise InfrastructureFailure(
+            f"{self._folder}: no copy of {self._rank} after step {step}. Fix: resume from the newest checkpoint with "
+            "resume=auto"
+        )
+
+    def _record(self, slot: int) -> dict[str, Any] | None:
+        try:
+            return parse_object(self._path(slot, "json").read_text())
+        except FileNotFoundError:
+            return None
+
+    def _tensors(self, slot: int, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
+        memory, tensors, start = self._mapped(slot, sum(spec.num_bytes for spec in specs.values())), {}, 0
+        for name, spec in specs.items():
+            size = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+            tensors[name] = memory[start : start + size].view(spec.dtype).view(spec.shape)
+            start += spec.num_bytes
+        return tensors
+
+    def _mapped(self, slot: int, num_bytes: int) -> torch.Tensor:
+        if slot not in self._memory:
+            path = self._path(slot, "tensors")
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, max(num_bytes, ALIGNMENT))  # a later write to full memory would be fatal
+            except OSError as error:
+                path.unlink()
+                if error.errno not in DISK_FULL:
+                    raise
+                raise InfrastructureFailure(
+                    f"{path}: no room for {num_bytes / 2**30:.2f} GiB. Fix: enlarge /dev/shm, or set "
+                    "cluster.replace_ranks=false"
+                ) from error
+            finally:
+                os.close(file)
+            storage = torch.UntypedStorage.from_file(str(path), True, max(num_bytes, ALIGNMENT))
+            self._memory[slot] = torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportArgumentType]
+        return self._memory[slot]
+
+    def _path(self, slot: int, kind: str) -> Path:
+        return self._folder / f"{self._rank}.{slot}.{kind}"
+
+
+def num_bytes(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, weight_snapshots: WeightSnapshots
+) -> int:
+    """Return the size in bytes of both copies of this rank."""
+    specs = _specs(optimizer, _others(chunks, weight_snapshots))
+    return len(SLOTS) * sum(spec.num_bytes for spec in specs.values())
+
+
+@torch.no_grad()
+def save(
+    copies: HostCopies,
+    step: int,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    weight_snapshots: WeightSnapshots,
+    counters: Mapping[str, float],
+    on_device: OnDevice,
+) -> None:
+    """Copy this rank's state after `step`. For the arguments, see `sharded.save`."""
+    others = _others(chunks, weight_snapshots)
+    values = {"counters": dict(counters), "random": _encoded(random_state.capture())}
+    with copies.write(step, _specs(optimizer, others), values) as tensors:
+        for number, owned in enumerate(owned_ranges(optimizer)):
+            with on_device(owned.state()):
+                state = {WEIGHT: owned.weight()} | dict(owned.values())
+                for key in (WEIGHT, *KEYS):
+                    tensors[f"{number}.{key}"].copy_(state[key].view(-1))
+        for name, tensor in others.items():
+            tensors[name].copy_(tensor)
+
+
+@torch.no_grad()
+def restore(
+    copies: HostCopies,
+    step: int,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    weight_snapshots: WeightSnapshots,
+) -> dict[str, float]:
+    """Restore this rank's state after `step` in place, and return its counters. Collective over all ranks, because the
+    ranges of other data-parallel ranks are gathered."""
+    initialize(optimizer)
+    others = _others(chunks, weight_snapshots)
+    tensors, values = copies.read(step, _specs(optimizer, others))
+    counters = values["counters"]
+    num_updates = int(counters["num_updates"])
+    for number, owned in enumerate(owned_ranges(optimizer)):
+        owned.set_values({key: tensors[f"{number}.{key}"] for key in (WEIGHT, *KEYS)}, num_updates)
+    set_count(optimizer, num_updates)
+    named, snapshots = named_tensors(chunks), weight_snapshots.state()
+    for name in others.keys() & named.keys():
+        named[name].copy_(tensors[name])
+    weight_snapshots.restore(
+        {name: {key: tensors[f"{name}:{key}"] for key in weights} for name, weights in snapshots.items()}
+    )
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+    random_state.restore(_decoded(values["random"]))
+    return counters
+
+
+def _others(chunks: Sequence[DistributedDataParallel], weight_snapshots: WeightSnapshots) -> dict[str, torch.Tensor]:
+    """Return the tensors that change during training without an optimizer: router biases and mutable snapshots."""
+    biases = {
+        name: tensor for name, tensor in named_tensors(chunks).items() if not isinstance(tensor, torch.nn.Parameter)
+    }
+    snapshots = {
+        f"{name}:{key}": tensor for name, weights in weight_snapshots.state().items() for key, tensor in weights.items()
+    }
+    return biases | snapshots
+
+
+def _specs(optimizer: MegatronOptimizer, others: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
+    specs: dict[str, Spec] = {}
+    for number, owned in enumerate(owned_ranges(optimizer)):
+        shape = (owned.stop - owned.start,)
+        specs[f"{number}.{WEIGHT}"] = Spec(owned.parameter.dtype, shape)
+        specs |= {f"{number}.{key}": Spec(torch.float32, shape) for key in KEYS}
+    return specs | {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in others.items()}
+
+
+def _encoded(state: Any) -> str:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _decoded(text: str) -> Any:
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)

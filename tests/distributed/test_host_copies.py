@@ -1,0 +1,151 @@
+"""A process that replaces a rank continues bit for bit from the copies that the earlier process left in shared memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.cluster.groups.ranks import worker_class
+from megarl.config.schema import Config
+from megarl.core.errors import InfrastructureFailure
+from megarl.megatron.checkpoint.host_copies import HostCopies, Spec
+from megarl.megatron.workers.actor import ActorWorker
+from tests.distributed.test_checkpoint import assert_same_weights, config_of, draw, update
+from tests.distributed.test_families import DEEPSEEK
+from tests.forked import run_ranks
+from tests.parity import RankResult
+from tests.tiny_model import write_tiny_llama, write_tiny_model
+
+COPIED_AFTER = 2
+"""Number of updates before the copy. One more follows."""
+
+SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4)
+KEYS = {
+    "TP2, SP": ("actor.layout={tp: 2, sequence_parallel: true}",),
+    "PP2, DP2, bfloat16": ("actor.layout={pp: 2, dp: 2}", "model.dtype=bfloat16"),
+    "float16": ("model.dtype=float16",),
+    "LoRA, TP2": ("actor.layout.tp=2", "actor.lora.rank=4"),
+    "renewed reference, DP2": (
+        "actor.layout.dp=2",
+        "algorithm.kl={coefficient: 0.5, renew_steps: 2, renew_share: 0.25}",
+    ),
+    "adapted coefficient": ("algorithm.kl={coefficient: 10.0, adaptive_target: 0.5, adaptive_horizon: 12}",),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), **SIZES)
+
+
+def train_and_copy(
+    store, rank: int, config: Config, model: Path, folder: Path
+) -> tuple[RankResult, list[float], dict[str, float]]:
+    """Copy the state after each update. The copy after the last update is interrupted. Return the state after it."""
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    worker.copy_state(0, folder)  # before the optimizer has moments
+    for number in range(COPIED_AFTER):
+        update(worker, config, number)
+        draw()  # the generators advance
+        worker.copy_state(number + 1, folder)
+    drawn = draw()
+    result = update(worker, config, COPIED_AFTER)
+    copies, spec = worker._copies, Spec(torch.float32, (1,))
+    with pytest.raises(KeyboardInterrupt), copies.write(COPIED_AFTER + 1, {"0.weight": spec}, {}) as tensors:
+        tensors["0.weight"].fill_(float("nan"))
+        raise KeyboardInterrupt
+    return result, drawn, worker._counters()
+
+
+def restore_and_train(
+    store, rank: int, config: Config, model: Path, folder: Path
+) -> tuple[RankResult, list[float], dict[str, float]]:
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    for step in (COPIED_AFTER + 1, COPIED_AFTER - 1):  # interrupted, and overwritten by it
+        with pytest.raises(InfrastructureFailure, match=rf"no copy of actor-{rank} after step {step}"):
+            worker.restore_state(step, folder)
+    worker.restore_state(COPIED_AFTER, folder)
+    drawn = draw()
+    return update(worker, config, COPIED_AFTER), drawn, worker._counters()
+
+
+def check(config: Config, model: Path, folder: Path) -> None:
+    size = config.actor.layout.world_size
+    before, after = (
+        run_ranks(size, function, config, model, folder) for function in (train_and_copy, restore_and_train)
+    )
+    assert_same_weights([result for result, *_ in after], [result for result, *_ in before])
+    assert [rest for _, *rest in after] == [rest for _, *rest in before]
+    assert any((result.weights[name] != 0).any() for result, *_ in after for name in result.weights)
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_restored_ranks_continue_bit_for_bit(model: Path, tmp_path: Path, keys: tuple[str, ...]) -> None:
+    check(config_of(model, *keys), model, tmp_path)
+
+
+def test_router_biases_are_restored(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", "deepseek_v3", **DEEPSEEK)
+    rate = "actor.megatron_overrides.model.moe_router_bias_update_rate=0.01"
+    config = config_of(folder, "actor.layout.dp=2", "actor.layout.ep=2", rate)
+    check(config, folder, tmp_path / "copies")
+
+
+def copy_offloaded(store, rank: int, config: Config, model: Path, folder: Path) -> Any:
+    """Return the names of tensors whose copies differ between an offloaded and a resident optimizer, and their count."""
+    worker = worker_class(config, "actor")(config, model, rank, store, 1)
+    update(worker, config, 0)
+    worker.offload(("gradients", "optimizer"))
+    worker.copy_state(1, folder)
+    state = {name: tensor.clone() for name, tensor in worker._copies.read(1, _specs(worker))[0].items()}
+    worker.onload(("gradients", "optimizer"))
+    worker.copy_state(2, folder)
+    resident = worker._copies.read(2, _specs(worker))[0]
+    return [name for name in state if not torch.equal(state[name], resident[name])], len(state)
+
+
+def _specs(worker: ActorWorker) -> dict[str, Spec]:
+    from megarl.megatron.checkpoint import host_copies
+
+    return host_copies._specs(worker.optimizer, host_copies._others(worker.chunks, worker._weight_snapshots))
+
+
+def test_offloaded_state_is_copied(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, "model.dtype=bfloat16", "actor.offload=[gradients, optimizer]")
+    [(differing, count)] = run_ranks(1, copy_offloaded, config, model, tmp_path)
+    assert count > 10 and not differing
+
+
+def test_the_older_copy_is_replaced(tmp_path: Path) -> None:
+    specs = {"a": Spec(torch.float32, (3, 5)), "b": Spec(torch.bfloat16, (7,)), "c": Spec(torch.int64, ())}
+    for step in range(1, 6):
+        copies = HostCopies(tmp_path, "actor-0")  # as in a new process
+        with copies.write(step, specs, {"step": step}) as tensors:
+            for tensor in tensors.values():
+                tensor.fill_(step)
+        for kept in (step - 1, step) if step > 1 else (step,):
+            tensors, values = HostCopies(tmp_path, "actor-0").read(kept, specs)
+            assert values == {"step": kept}
+            assert {name: Spec(t.dtype, tuple(t.shape)) for name, t in tensors.items()} == specs
+            assert all((tensor == kept).all() for tensor in tensors.values())
+    with pytest.raises(InfrastructureFailure, match="no copy of actor-0 after step 3"):
+        HostCopies(tmp_path, "actor-0").read(3, specs)
+    assert {os.stat(file).st_mode & 0o077 for file in tmp_path.glob("*.tensors")} == {0}
+
+
+def test_full_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    copies = HostCopies(tmp_path, "actor-0")
+    with (
+        pytest.raises(InfrastructureFailure, match=r"no room for 1\.00 GiB\. Fix: enlarge /dev/shm"),
+        copies.write(1, {"a": Spec(torch.float32, (2**28,))}, {}),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
