@@ -57,13 +57,15 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     """Run all steps and write the trained model. The first refit replaces the engines' initial weights."""
     print(f"kernels: {workers.actor.kernels}", flush=True)
     elapsed = ElapsedTime()
-    workers.trained.stage_actor_for_sync()
-    workers.refit.run(version=context.state.step)
-    elapsed.print(f"refit: first refit by {workers.refit.transport}")
     data = context.data
     assert isinstance(data, PromptSet), "expected prompts, but the data contains responses"
     logprob_check = LogprobCheck(config, workers, data)
-    logprob_check.begin()
+    for attempt in workers.trained.attempts():
+        with attempt:
+            workers.trained.stage_actor_for_sync()
+            workers.refit.run(version=context.state.step)
+            elapsed.print(f"refit: first refit by {workers.refit.transport}")
+            logprob_check.begin()
     finished = FinishedRollouts(config, workers.rewards, context.folder.finished)
     queue = RolloutQueue(config, workers, data, context.state, finished)
     if context.resume_point.checkpoint is not None:

@@ -50,8 +50,8 @@ class Recovery:
         """Duration of the unreported replacements."""
         self._fits: bool | None = None
         """Whether copies fit into shared memory; None: not checked yet."""
-        self.after: list[Callable[[], None]] = []
-        """Functions to call after a replacement, which drop connections to the old ranks."""
+        self.disconnect: list[Callable[[], None]] = []
+        """Functions that make other processes release the old ranks' memory, which outlives the ranks on GPUs."""
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts for attempts at a task until one of them completes. If ranks are lost in an attempt, they are
@@ -114,15 +114,13 @@ class Recovery:
             self._num_replaced += 1
             self._num_unreported += 1
             if self._num_replaced > MAX_REPLACEMENTS:
-                raise RunFailure(f"{loss} The ranks have already been replaced {MAX_REPLACEMENTS} times in this step")
+                raise RunFailure(f"{loss}. The ranks have already been replaced {MAX_REPLACEMENTS} times in this step")
             print(f"recovery: {loss}. Replacing all ranks of the trained models", flush=True)
             try:
                 self._restart()
                 break
             except LostRanks as further:
                 loss = further
-        for drop in self.after:
-            drop()
         end = time.time()
         self._seconds += end - begin
         self._session.trace.record("recover", begin, end)
@@ -132,6 +130,8 @@ class Recovery:
     def _restart(self) -> None:
         for group in self._groups.values():
             group.kill()
+        for disconnect in self.disconnect:
+            disconnect()
         restored: list[Pending[Any]] = []
         for role, group in self._groups.items():
             group.launch()

@@ -87,8 +87,9 @@ class Refit:
         }
 
     def disconnect(self) -> None:
-        """Make the next refit connect to all trainers and engines again, because the trainers' ranks are new."""
+        """Make the engines release the memory of trainers that have died. The next refit connects to new ones."""
         self._connected, self._planned = (), None
+        self._engines.disconnect().result()
 
     def differing(self) -> dict[str, list[str] | None]:
         """Compare the engines' weights with the trainer's. Return, by engine name, one line for each region that

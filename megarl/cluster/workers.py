@@ -170,7 +170,7 @@ def launch_workers(
     export_plan = make_plan(actor.holders, [huggingface_holder(policy, config.model.dtype)])
     refit = Refit(session, config, actor, engines, export_plan)
     if trained.recovery is not None:
-        trained.recovery.after.append(refit.disconnect)
+        trained.recovery.disconnect.append(refit.disconnect)
     return Workers(
         model_folder=models.actor,
         trained=trained,

@@ -134,6 +134,9 @@ class SyncedEngine(Protocol):
         """Set the plan and the channel for all later refits, and one holder per worker. `by_loader`: whether the plan
         delivers whole checkpoint tensors to the engine's own weight loader."""
 
+    def disconnect(self) -> None:
+        """Release the plan, the channel and all memory of the trainers, whose processes have died."""
+
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise
         RuntimeError if the weights do not match the `expected` checksums (None: not verified)."""

@@ -74,7 +74,8 @@ class Saver:
     def _begin(self, trained: TrainedModels, step: int, run: Mapping[str, Any], write: Write) -> Unfinished:
         """Start writing a checkpoint, and return when all ranks have copied their state."""
         start, groups, folder = time.perf_counter(), trained.groups, self._checkpoints.begin(step)
-        unfinished = Unfinished([*groups.values()], step, run, folder, start, write(folder))
+        launches = [group.num_launches for group in groups.values()]
+        unfinished = Unfinished([*groups.values()], step, run, folder, start, launches, write(folder))
         saving: dict[Role, Callable[[], Pending]] = {
             role: partial(group.save_checkpoint, folder) for role, group in groups.items()
         }
@@ -89,15 +90,8 @@ class Saver:
 
     def commit(self) -> None:
         """Complete the checkpoint in progress if its files are written or checkpoint.background is not set."""
-        if self._unfinished is None:
-            return
-        try:
-            is_written = not self._config.checkpoint.background or self._unfinished.is_written()
-        except LostRanks as loss:
-            self._abandon(self._unfinished, loss)
-        else:
-            if is_written:
-                self.finish()
+        if self._unfinished and (not self._config.checkpoint.background or self._unfinished.is_written()):
+            self.finish()
 
     def finish(self) -> bool:
         """Wait for the checkpoint in progress, if any, complete it, and remove those beyond checkpoint.keep. Return
@@ -106,18 +100,13 @@ class Saver:
             return True
         unfinished = self._unfinished
         with self._waiting():
-            try:
-                writing = [group.finish_checkpoint(unfinished.folder) for group in unfinished.groups]
-                records = [record for pending in writing for record in pending.result()]
-            except LostRanks as loss:
-                self._abandon(unfinished, loss)
+            records = unfinished.finish()
+            if records is None:
+                self._unfinished = None
+                print(f"checkpoint: step {unfinished.step} is incomplete, because a rank was lost", flush=True)
                 return False
-            self._complete(unfinished, [*unfinished.others, *records])
+            self._complete(unfinished, records)
         return True
-
-    def _abandon(self, unfinished: Unfinished, loss: LostRanks) -> None:
-        self._unfinished = None
-        print(f"checkpoint: abandoned step {unfinished.step}, whose files are incomplete: {loss}", flush=True)
 
     def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
         """Complete the checkpoint in progress, if any, if its files are written before `left_s` returns 0. The files
@@ -177,6 +166,7 @@ class Unfinished:
     Attributes:
         run: the driver's state as JSON values.
         start: value of time.perf_counter() at the start of the save.
+        launches: each group's number of launches, which identifies its ranks.
         others: records of additional files, which are already written.
     """
 
@@ -185,12 +175,32 @@ class Unfinished:
     run: Mapping[str, Any]
     folder: Path
     start: float
+    launches: Sequence[int]
     others: Sequence[FileRecord] = ()
 
     def is_written(self) -> bool:
         """Return whether each rank has either written its files or failed."""
-        pending = [group.checkpoint_written() for group in self.groups]
-        return all(join(pending).result())
+        if self._lost_ranks:
+            return True
+        try:
+            return all(join([group.checkpoint_written() for group in self.groups]).result())
+        except LostRanks:
+            return True
+
+    def finish(self) -> list[FileRecord] | None:
+        """Wait until all files are on disk, and return their records; None if a rank was lost before that."""
+        if self._lost_ranks:
+            return self.files()
+        try:
+            writing = [group.finish_checkpoint(self.folder) for group in self.groups]
+            return [*self.others, *(record for pending in writing for record in pending.result())]
+        except LostRanks:
+            return self.files()
+
+    @property
+    def _lost_ranks(self) -> bool:
+        """Whether the ranks that began the checkpoint have been replaced."""
+        return [group.num_launches for group in self.groups] != self.launches
 
     def files(self) -> list[FileRecord] | None:
         """Return the records of all files without remote calls, or None if some files are not yet written."""

@@ -1,4 +1,4 @@
-"""A process that replaces a rank continues bit for bit from the copies that the earlier process left in shared memory."""
+"""A process that replaces a rank continues bit for bit from the copies that the rank left in shared memory."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_router_biases_are_restored(tmp_path: Path) -> None:
 
 
 def copy_offloaded(store, rank: int, config: Config, model: Path, folder: Path) -> Any:
-    """Return the names of tensors whose copies differ between an offloaded and a resident optimizer, and their count."""
+    """Return the names of tensors whose copies differ between offloaded and resident state, and the number of all."""
     worker = worker_class(config, "actor")(config, model, rank, store, 1)
     update(worker, config, 0)
     worker.offload(("gradients", "optimizer"))

@@ -147,6 +147,9 @@ class FakeEngine:
             transport = channel.open(holder.name, weights, part, in_place=True)
             self._links.append((holder, weights, part.into(holder.name), transport))
 
+    def disconnect(self) -> None:
+        self._links = []
+
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         self.version, written = None, []
         for holder, weights, writes, transport in self._links:

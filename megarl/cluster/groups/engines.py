@@ -99,6 +99,9 @@ class EngineGroup(ReplicaGroup):
     def _resume(self) -> None: ...
 
     @remote(timeout="refit")
+    def _disconnect(self) -> None: ...
+
+    @remote(timeout="refit")
     def _sleep(self, keeps_weights: bool) -> None: ...
 
     @remote(timeout="refit")
@@ -313,6 +316,10 @@ class EngineGroup(ReplicaGroup):
         names = self.names
         connected = self._run_on_each(self._connect, share(plan), share(channel), share(self._holders), self.by_loader)
         return connected.then(lambda values: len(values) == len(names))
+
+    def disconnect(self) -> Pending[Any]:
+        """Release the plan and all memory of trainers that have died."""
+        return self._run_on_each(self._disconnect)
 
     def start_refit(self, version: int, expected: Mapping[Region, Checksum] | None) -> dict[str, ray.ObjectRef]:
         """Start the refit in every engine. Return the calls by engine name. See Engine.refit."""

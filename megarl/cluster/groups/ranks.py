@@ -122,6 +122,7 @@ class RankGroup(WorkerGroup):
         self._processes, self._are_replaceable = processes, are_replaceable
         self._arguments = config, role, model_folder
         super().__init__(session, role.replace("_", " "), {})
+        self.num_launches = 0
         self.launch()
         self._process_ids: Mapping[Process, ProcessId] = {}
         self._data_parallel_ranks: list[int] = []
@@ -147,6 +148,7 @@ class RankGroup(WorkerGroup):
 
     def launch(self) -> None:
         """Start the ranks' processes."""
+        self.num_launches += 1
         logs = self._session.logs
         for process in self._processes:
             actor_class = self._session.on_node(self.actor_class, process)

@@ -182,6 +182,10 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         [holder] = holders
         self._receiver = WeightReceiver(plan, channel, holder, self._parameters())
 
+    def disconnect(self) -> None:
+        vars(self).pop("_receiver", None)  # absent before the first connection
+        device.release_cache()
+
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         self.version = None
         self._wake()

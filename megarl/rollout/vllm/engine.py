@@ -155,6 +155,9 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         self._call_workers(RefitExtension.connect, plan, channel, holders, by_loader)
 
+    def disconnect(self) -> None:
+        self._call_workers(RefitExtension.disconnect)
+
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         self.version = None
         # Do not wake the KV cache: the trainer may not have freed its memory yet.

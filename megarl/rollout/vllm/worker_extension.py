@@ -27,7 +27,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megarl.core import stacks
+from megarl.core import device, stacks
 from megarl.core.errors import UserError
 from megarl.core.parent import signal_with_parent
 from megarl.resharding.execute import Assembly
@@ -127,6 +127,11 @@ class RefitExtension:
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
         return _catch_error(self._connect, plan, channel, holders, by_loader)
+
+    def disconnect(self) -> None:
+        """See Engine.disconnect."""
+        vars(self).pop("_receiver", None)  # absent before the first connection
+        device.release_cache()
 
     def refit(self, expected: Mapping[Region, Checksum] | None) -> SyncStats | Failed:
         """Write the trainer's weights into this worker."""

@@ -13,8 +13,9 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from megarl.cluster import pending as pending_module
 from megarl.cluster import session as module
+from megarl.cluster.failure import LostRanks
 from megarl.cluster.object_store import object_store_mib
-from megarl.cluster.pending import Answers, first, join
+from megarl.cluster.pending import Answers, Pending, first, join
 from megarl.cluster.session import Session
 from megarl.config.cluster_schema import Timeouts
 from megarl.config.load import load
@@ -163,6 +164,70 @@ def test_loss_of_an_unrelated_process_is_the_cause(session: Session) -> None:
     session._watched["engine-0"].until = 1
     with pytest.raises(RunFailure, match=r"^update: engine-0 died. See /logs/engine-0.log$"):
         results(session, {"trainer-0": Call(2, RayTaskError("f", "", KeyError("its sample is gone")))}, "update")
+
+
+RESET = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
+
+
+@pytest.fixture
+def replaceable(session: Session) -> Session:
+    """A session in which the loss of a trainer is not final."""
+    session._replaceable = {name: session._watched.pop(name) for name in ("trainer-0", "trainer-1")}
+    return session
+
+
+def lose_a_rank(session: Session) -> Pending:
+    """Wait for an update in which trainer-1 dies, while an engine samples. Return the engine's call."""
+    rollout = session.submit({"engine-0": Call(40, "samples")}, "rollout", "rollout")
+    calls = {"trainer-0": Call(3, RESET), "trainer-1": Call(4, ActorDiedError())}
+    with pytest.raises(LostRanks, match=r"^update: trainer-1 died. See /logs/trainer-1.log$"):
+        results(session, calls, "update")
+    return rollout
+
+
+def test_lost_ranks_do_not_end_other_calls(replaceable: Session, ray: FakeRay) -> None:
+    assert lose_a_rank(replaceable).result() == Answers({"engine-0": "samples"}, set())
+    assert ray.now == 40
+
+
+def test_pending_calls_of_lost_ranks_are_forgotten(replaceable: Session, ray: FakeRay) -> None:
+    """A rank that waits for the lost one never returns, which must not fail a later wait."""
+    replaceable.submit({"trainer-0": Call(NEVER), "trainer-1": Call(NEVER)}, "passes", "passes")
+    lose_a_rank(replaceable).result()
+    ray.now = SECONDS["passes"] + 1.0
+    assert results(replaceable, {"engine-0": Call(ray.now + 1, "refitted")}, "refit") == ["refitted"]
+
+
+def test_loss_of_an_idle_rank_explains_peer_errors(replaceable: Session) -> None:
+    """The lost rank has no call, because its own part of the update has already returned."""
+    replaceable._replaceable["trainer-1"].until = 1
+    with pytest.raises(LostRanks, match=r"^update: trainer-1 died."):
+        results(replaceable, {"trainer-0": Call(2, RESET)}, "update")
+
+
+def test_idle_rank_may_be_lost_during_other_waits(replaceable: Session) -> None:
+    replaceable._replaceable["trainer-1"].until = 1
+    assert results(replaceable, {"engine-0": Call(20, "samples")}, "rollout") == ["samples"]
+
+
+def test_overdue_ranks_count_as_lost(replaceable: Session) -> None:
+    with pytest.raises(LostRanks, match=r"^update: no response from trainer-1 within 100 s"):
+        results(replaceable, {"trainer-0": Call(1), "trainer-1": Call(NEVER)}, "update")
+    with pytest.raises(RunFailure, match=r"^update: no response from engine-0 within 100 s") as error:
+        results(replaceable, {"trainer-0": Call(1), "engine-0": Call(NEVER)}, "update")
+    assert not isinstance(error.value, LostRanks)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [ActorDiedError(), RayTaskError("f", "", UserError("no such function"))],
+    ids=["lost engine", "user's error"],
+)
+def test_other_failures_beside_a_lost_rank_end_the_run(replaceable: Session, other: Exception) -> None:
+    calls = {"trainer-0": Call(3, ActorDiedError()), "engine-0": Call(3, other)}
+    with pytest.raises((RunFailure, UserError)) as error:
+        results(replaceable, calls, "refit")
+    assert not isinstance(error.value, LostRanks)
 
 
 MAY_FAIL = ("engine-0", "engine-1")

@@ -88,6 +88,7 @@ class Group:
     """Fakes a TrainerGroup whose checkpoints have no files."""
 
     offloads: frozenset[str] = frozenset()
+    num_launches = 1
 
     def save_checkpoint(self, checkpoint: Path) -> Pending[None]:
         return ready(None)

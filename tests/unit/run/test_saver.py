@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster.failure import LostRanks
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.load import load
@@ -25,7 +26,7 @@ class Group:
     offloads: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
-        self.written = False
+        self.written, self.is_lost, self.num_launches = False, False, 1
 
     def save_checkpoint(self, checkpoint: Path) -> Pending[None]:
         self.written = False
@@ -33,14 +34,23 @@ class Group:
         return ready(None)
 
     def checkpoint_written(self) -> Pending[bool]:
+        self._require()
         return ready(self.written)
 
     def written_files(self, checkpoint: Path) -> list[FileRecord] | None:
-        return self.finish_checkpoint(checkpoint).result() if self.written else None
+        return self._files(checkpoint) if self.written else None
 
     def finish_checkpoint(self, checkpoint: Path) -> Pending[list[FileRecord]]:
+        self._require()
+        return ready(self._files(checkpoint))
+
+    def _require(self) -> None:
+        if self.is_lost:
+            raise LostRanks("trainer-0 died.")
+
+    def _files(self, checkpoint: Path) -> list[FileRecord]:
         (checkpoint / "actor" / "file").write_text("content")
-        return ready([seal(checkpoint / "actor" / "file", checkpoint)])
+        return [seal(checkpoint / "actor" / "file", checkpoint)]
 
 
 def trained_models(group: Group) -> TrainedModels:
@@ -77,6 +87,37 @@ def test_driver_files_are_part_of_the_checkpoint(tmp_path):
             saver.finish_after_interrupt(3, left_s=lambda: 0.0)
         checkpoint = Checkpoint.open(Checkpoints(saver._checkpoints.path).latest())
         assert {record.path for record in checkpoint.files} == {"actor/file", "rollouts/waiting"}
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["lost", "replaced"])
+@pytest.mark.parametrize("is_written", [False, True], ids=["unwritten", "written"])
+def test_lost_rank_leaves_no_partial_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_replaced: bool, is_written: bool
+) -> None:
+    """If all files had been written, the checkpoint is completed without its ranks. Otherwise it is dropped."""
+    group, saver = Group(), make_saver(tmp_path)
+    saver.save(trained_models(group), 3, {})
+    group.written, group.is_lost = is_written, not is_replaced
+    group.num_launches += is_replaced
+    saver.commit()
+    assert latest(tmp_path) == (3 if is_written else None)
+    assert ("step 3 is incomplete" in capsys.readouterr().out) == (not is_written)
+    assert saver.finish()
+    group.is_lost = False
+    saver.save(trained_models(group), 6, {})
+    assert saver.finish()
+    assert latest(tmp_path) == 6
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_incomplete_last_checkpoint_is_reported(tmp_path: Path) -> None:
+    group, saver = Group(), make_saver(tmp_path)
+    saver.save(trained_models(group), 7, {})
+    group.num_launches += 1
+    assert not saver.finish()
+    saver.save(trained_models(group), 7, {}, at_once=True)
+    assert saver.finish()
+    assert latest(tmp_path) == 7
 
 
 def test_checkpoint_is_complete_when_its_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

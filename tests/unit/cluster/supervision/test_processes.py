@@ -356,3 +356,27 @@ def test_zombie_has_no_memory() -> None:
     rss, _ = processes.memory_gb()
     os.waitpid(child, 0)
     assert rss == pytest.approx(alone, rel=0.02)
+
+
+def test_suspended_process_is_killed() -> None:
+    child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({HANG_S})"])
+    started = processes._started(child.pid)
+    child.send_signal(signal.SIGSTOP)
+    processes.kill([processes.ProcessId(child.pid, started)])
+    assert child.wait(WAIT_S) is not None
+    assert not psutil.pid_exists(child.pid)
+
+
+def test_later_process_with_the_same_number_is_spared() -> None:
+    child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({HANG_S})"])
+    processes.kill([processes.ProcessId(child.pid, processes._started(child.pid) - 1)])
+    assert child.poll() is None
+    child.kill()
+    child.wait()
+    assert processes._started(child.pid) is None
+
+
+def test_own_id_is_this_process() -> None:
+    own = processes.ProcessId.own()
+    assert own == processes.ProcessId(os.getpid(), processes._started(os.getpid()))
+    assert own._is_running

@@ -1,0 +1,161 @@
+"""A run whose trainer ranks are killed continues with new ranks, and ends bitwise equal to an uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.run import Run, write_recipe
+from tests.e2e.test_resume import MEASURED, metrics
+from tests.timing import START_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.one_part]
+STEPS = 12
+KEYS = (
+    "actor.optimizer.lr=0.01",
+    "algorithm.kl={coefficient: 0.05, renew_steps: 3, renew_share: 0.5}",
+    "batch.prompts_per_update=2",
+    "checkpoint.every_steps=2",
+    "run.export=true",
+)
+VARYING = (*MEASURED, "recovery/")
+REPLACED = re.compile(r"recovery: replaced the ranks in [0-9.]+ s with their (?:initial state|state after step \d+)")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+def finish(run: Run) -> Path:
+    """Wait for the end of a run, and check that it leaves nothing behind. Return the run folder."""
+    assert run.end(START_S) == 0, run.errors
+    assert not run.left_shared_memory()
+    assert not run.left_files()
+    return run.folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with Run(recipe, tmp_path_factory.mktemp("uninterrupted"), *KEYS, f"run.steps={STEPS}") as run:
+        return finish(run)
+
+
+def assert_equal(run: Path, expected: Path) -> None:
+    """Check that both runs have the same metrics, samples and trained model, bit for bit."""
+    assert metrics(run, VARYING) == metrics(expected, VARYING)
+    for file in sorted((expected / "rollouts").iterdir()):
+        assert (run / "rollouts" / file.name).read_text() == file.read_text()
+    [weights] = expected.glob("model/*.safetensors")
+    assert (run / "model" / weights.name).read_bytes() == weights.read_bytes()
+
+
+def engines(run: Run) -> set[int]:
+    return {process.pid for process in run.find_all("ray::EngineActor")}
+
+
+def ranks(run: Run) -> list[psutil.Process]:
+    """Return the trainer ranks that have been launched, in any order."""
+    return run.find_all("ray::TrainerActor")
+
+
+def kill_a_rank(run: Run, step: int, generator: random.Random) -> None:
+    """Kill a rank at some time after `step`, and wait until the ranks have been replaced."""
+    num_replaced = len(REPLACED.findall(run.output))
+    run.wait_for_step(step)
+    time.sleep(generator.uniform(0, 0.3))
+    generator.choice(ranks(run)).kill()
+    run.wait_until(lambda: len(REPLACED.findall(run.output)) > num_replaced)
+
+
+def test_killed_ranks_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    generator = random.Random(7)
+    with Run(recipe, tmp_path, *KEYS, f"run.steps={STEPS}") as run:
+        run.wait_until(lambda: "refit: first refit" in run.output)
+        before = engines(run)
+        for step in (0, 3, 8):
+            kill_a_rank(run, step, generator)
+        assert engines(run) == before
+        folder = finish(run)
+    assert_equal(folder, uninterrupted)
+    counts = [row["recovery/replacements"] for row in metrics(folder, ()) if "recovery/replacements" in row]
+    assert sum(counts) == 3
+
+
+@pytest.mark.exhaustive
+def test_twenty_kills_do_not_change_a_run(recipe: Path, tmp_path: Path) -> None:
+    keys = (*KEYS, "actor.layout={pp: 2, dp: 2}", "rollout.replicas=2", "run.steps=42")
+    (tmp_path / "expected").mkdir()
+    with Run(recipe, tmp_path / "expected", *keys) as run:
+        expected = finish(run)
+    generator = random.Random(11)
+    with Run(recipe, tmp_path, *keys) as run:
+        run.wait_until(lambda: "refit: first refit" in run.output)
+        before = engines(run)
+        for number in range(20):
+            kill_a_rank(run, 2 * number, generator)
+        assert engines(run) == before and len(before) == 2
+        folder = finish(run)
+    assert_equal(folder, expected)
+
+
+@pytest.mark.exhaustive
+def test_losses_during_a_replacement_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path, *KEYS, f"run.steps={STEPS}") as run:
+        run.wait_for_step(4)
+        for number in range(3):
+            lost = {process.pid for process in ranks(run)}
+            ranks(run)[0].kill()
+            run.wait_until(lambda number=number: run.output.count("Replacing all ranks") == number + 1)
+            run.wait_until(lambda lost=lost: {process.pid for process in ranks(run)} - lost)
+        folder = finish(run)
+    assert_equal(folder, uninterrupted)
+    assert sum(row.get("recovery/replacements", 0) for row in metrics(folder, ())) == 3
+
+
+@pytest.mark.exhaustive
+def test_suspended_rank_is_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path, *KEYS, f"run.steps={STEPS}", f"cluster.timeouts.update={LIMIT_S}") as run:
+        run.wait_for_step(3)
+        suspended = run.suspend("ray::TrainerActor.update")
+        folder = finish(run)
+    assert not suspended.is_running()
+    assert_equal(folder, uninterrupted)
+    assert f"no response from trainer-0, trainer-1 within {LIMIT_S} s" in run.output
+
+
+@pytest.mark.exhaustive
+def test_engines_sample_ahead_during_a_replacement(recipe: Path, tmp_path: Path) -> None:
+    """Each row is trained once, and no rollout is staler than allowed."""
+    ahead = ("cluster.placement=disaggregated", "rollout.max_staleness=2", f"run.steps={STEPS}")
+    generator = random.Random(13)
+    with Run(recipe, tmp_path, *KEYS, *ahead) as run:
+        run.wait_until(lambda: "refit: first refit" in run.output)
+        before = engines(run)
+        for step in (0, 3, 6, 9):
+            kill_a_rank(run, step, generator)
+        assert engines(run) == before
+        folder = finish(run)
+    names = []
+    for step in range(1, STEPS + 1):
+        rows = [json.loads(line) for line in (folder / f"rollouts/step_{step:06}.jsonl").read_text().splitlines()]
+        names += [row["sample_id"] for row in rows]
+        assert {run["version"] for row in rows for run in row["version"]} <= {*range(max(0, step - 3), step)}
+        assert len(rows) == 16
+    assert len(set(names)) == len(names) == 16 * STEPS
+
+
+@pytest.mark.exhaustive
+def test_loss_of_a_rank_may_end_the_attempt(recipe: Path, tmp_path: Path) -> None:
+    with Run(recipe, tmp_path, "cluster.replace_ranks=false") as run:
+        run.wait_for_step(2)
+        run.find("ray::TrainerActor").kill()
+        assert run.end() == 1
+    [line] = run.errors
+    assert re.fullmatch(r"megarl: error: \S.*: trainer-[01] died\. See .*/logs/attempt_1/trainer-[01].log", line)

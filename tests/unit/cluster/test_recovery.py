@@ -1,0 +1,211 @@
+"""Lost ranks are replaced with fakes of groups: the order of the steps, repeated losses and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster.failure import LostRanks
+from megarl.cluster.pending import Pending, ready
+from megarl.cluster.recovery import MAX_REPLACEMENTS, Recovery
+from megarl.cluster.trained_models import TrainedModels
+from megarl.core.errors import RunFailure
+
+GIB = 2**30
+
+
+@dataclass
+class Group:
+    """A TrainerGroup that logs its calls. It loses a rank in the given calls, once each."""
+
+    role: str
+    log: list[str]
+    offloads: frozenset[str] = frozenset()
+    losing: list[str] = field(default_factory=list)
+    room: tuple[int, int] = (GIB, 9 * GIB)
+    nodes: tuple[int, ...] = (0, 0)
+
+    def _note(self, call: str, value: Any = None) -> Pending[Any]:
+        self.log.append(f"{self.role} {call}")
+        if call in self.losing:
+            self.losing.remove(call)
+            raise LostRanks(f"{self.role}-0 died.")
+        return ready(value)
+
+    def kill(self) -> None:
+        self._note("kill").result()
+
+    def launch(self) -> None:
+        self._note("launch").result()
+
+    def start(self) -> Pending[None]:
+        return self._note("start")
+
+    def copy_room(self) -> Pending[list[tuple[int, int]]]:
+        return ready([self.room] * len(self.nodes))
+
+    def copy_state(self, step: int) -> Pending[None]:
+        return self._note(f"copy {step}")
+
+    def restore_state(self, step: int) -> Pending[None]:
+        return self._note(f"restore {step}")
+
+    def load_checkpoint(self, checkpoint: str) -> Pending[None]:
+        return self._note(f"load {checkpoint}")
+
+    def offload(self, parts: Any) -> Pending[dict]:
+        return self._note("offload", {})
+
+    def onload(self, parts: Any) -> Pending[None]:
+        return self._note("onload")
+
+
+class Models:
+    """Trained models with fakes of their groups."""
+
+    def __init__(self, *groups: Group, checkpoint: str | None = None, shares_devices: bool = False):
+        self.log, self.spans = groups[0].log, []
+        by_role = {group.role: group for group in groups}
+        sharing = {role: [other for other in by_role if other != role] if shares_devices else [] for role in by_role}
+        session = SimpleNamespace(trace=SimpleNamespace(record=lambda name, *_: self.spans.append(name)))
+        self.recovery = Recovery(session, by_role, sharing, checkpoint)
+        self.recovery.disconnect.append(lambda: self.log.append("disconnect"))
+        self.trained = TrainedModels(by_role, sharing, self.recovery)
+
+    def run(self, *outcomes: Exception | None) -> int:
+        """Attempt a task that has these outcomes, in order. Return the number of attempts."""
+        done = 0
+        for attempt in self.trained.attempts():
+            with attempt:
+                done += 1
+                if (outcome := outcomes[done - 1]) is not None:
+                    raise outcome
+        return done
+
+
+def loss() -> LostRanks:
+    return LostRanks("update: actor-1 died. See actor-1.log")
+
+
+def actor(**settings: Any) -> Group:
+    return Group("actor", [], **settings)
+
+
+def test_task_without_a_loss_runs_once() -> None:
+    models = Models(actor())
+    assert models.run(None) == 1
+    assert models.log == [] and models.trained.take_metrics() == {}
+
+
+def test_ranks_get_the_state_of_the_latest_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    models = Models(actor())
+    for step in (4, 5):
+        models.trained.copy_state(step)
+    models.log.clear()
+    assert models.run(loss(), None) == 2
+    assert models.log == ["actor kill", "disconnect", "actor launch", "actor start", "actor restore 5"]
+    assert models.spans == ["recover"]
+    output = capsys.readouterr().out
+    assert "recovery: update: actor-1 died. See actor-1.log. Replacing all ranks" in output
+    assert "with their state after step 5" in output
+    metrics = models.trained.take_metrics()
+    assert metrics["recovery/replacements"].value == 1 and metrics["time/recovery"].value >= 0
+    assert models.trained.take_metrics() == {}
+
+
+@pytest.mark.parametrize(("checkpoint", "loaded"), [(None, []), ("step_3", ["actor load step_3"])])
+def test_first_step_repeats_from_the_initial_state(checkpoint: str | None, loaded: list[str]) -> None:
+    models = Models(actor(), checkpoint=checkpoint)
+    assert models.run(loss(), None) == 2
+    assert models.log == ["actor kill", "disconnect", "actor launch", "actor start", *loaded]
+
+
+def test_failed_copy_leaves_the_earlier_one_in_use() -> None:
+    group = actor(losing=["copy 5"])
+    models = Models(group)
+    models.trained.copy_state(4)
+    copied = 0
+    for attempt in models.trained.attempts():
+        with attempt:
+            copied += 1
+            models.trained.copy_state(5)
+    assert copied == 2
+    assert "actor restore 4" in models.log and "actor restore 5" not in models.log
+
+
+@pytest.mark.parametrize("call", ["start", "restore 1"])
+def test_loss_during_a_replacement_replaces_again(call: str) -> None:
+    group = actor()
+    models = Models(group)
+    models.trained.copy_state(1)
+    group.losing += [call]
+    assert models.run(loss(), None) == 2
+    assert models.log.count("actor kill") == models.log.count("actor launch") == 2
+    assert models.log[-1] == "actor restore 1"
+    assert models.trained.take_metrics()["recovery/replacements"].value == 2
+
+
+def test_models_on_shared_devices_load_one_at_a_time() -> None:
+    log: list[str] = []
+    offloads = frozenset({"optimizer"})
+    models = Models(Group("actor", log, offloads), Group("critic", log, offloads), shares_devices=True)
+    models.trained.copy_state(2)
+    log.clear()
+    assert models.run(loss(), None) == 2
+    restored = [["launch", "start", "restore 2", "offload"] for _ in range(2)]
+    expected = [f"{role} {call}" for role, calls in zip(("actor", "critic"), restored, strict=True) for call in calls]
+    assert log == ["actor kill", "critic kill", "disconnect", *expected]
+
+
+def test_step_that_always_loses_a_rank_ends_the_run() -> None:
+    models = Models(actor())
+    models.trained.copy_state(1)
+    with pytest.raises(RunFailure, match=f"actor-1 died.*already been replaced {MAX_REPLACEMENTS} times in this step"):
+        models.run(*[loss()] * (MAX_REPLACEMENTS + 1))
+    assert models.log.count("actor launch") == MAX_REPLACEMENTS
+
+
+def test_limit_counts_losses_of_one_step() -> None:
+    models = Models(actor())
+    for step in range(3 * MAX_REPLACEMENTS):
+        assert models.run(loss(), None) == 2
+        models.trained.copy_state(step)
+
+
+def test_other_failures_are_not_repeated() -> None:
+    models = Models(actor())
+    with pytest.raises(RunFailure, match=r"^no more memory$"):
+        models.run(RunFailure("no more memory"), None)
+    assert models.log == []
+
+
+def test_ranks_are_not_replaced_without_room_for_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both ranks are on one node, so their copies need 2 GiB of at most 1.75."""
+    models = Models(actor(room=(GIB, 7 * GIB // 2)))
+    models.trained.copy_state(1)
+    models.trained.copy_state(2)
+    assert models.log == []
+    [line] = capsys.readouterr().out.splitlines()
+    assert "need 2.00 GiB of shared memory on node 0, more than half of its free 3.50 GiB" in line
+    with pytest.raises(LostRanks):
+        models.run(loss(), None)
+    assert models.log == []
+
+
+def test_room_is_counted_on_each_node() -> None:
+    models = Models(actor(room=(GIB, 2 * GIB), nodes=(0, 1)))
+    models.trained.copy_state(1)
+    assert models.log == ["actor copy 1"]
+
+
+def test_models_without_recovery_have_one_attempt() -> None:
+    trained = TrainedModels({}, {})
+    with pytest.raises(LostRanks):
+        for attempt in trained.attempts():
+            with attempt:
+                raise loss()
+    trained.copy_state(1)
+    assert trained.take_metrics() == {}
