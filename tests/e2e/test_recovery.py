@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.run import Run, write_recipe
 from tests.e2e.test_resume import MEASURED, metrics
-from tests.timing import START_S
+from tests.timing import LIMIT_S, START_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_part]
 STEPS = 12
@@ -109,11 +109,13 @@ def test_twenty_kills_do_not_change_a_run(recipe: Path, tmp_path: Path) -> None:
 def test_losses_during_a_replacement_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, *KEYS, f"run.steps={STEPS}") as run:
         run.wait_for_step(4)
+        known: set[int] = set()
         for number in range(3):
-            lost = {process.pid for process in ranks(run)}
-            ranks(run)[0].kill()
+            run.wait_until(lambda known=known: {process.pid for process in ranks(run)} - known)
+            new = [process for process in ranks(run) if process.pid not in known]
+            known |= {process.pid for process in new}
+            new[0].kill()
             run.wait_until(lambda number=number: run.output.count("Replacing all ranks") == number + 1)
-            run.wait_until(lambda lost=lost: {process.pid for process in ranks(run)} - lost)
         folder = finish(run)
     assert_equal(folder, uninterrupted)
     assert sum(row.get("recovery/replacements", 0) for row in metrics(folder, ())) == 3
