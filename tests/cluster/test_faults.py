@@ -96,7 +96,8 @@ def test_job_finishes_despite_twenty_seeded_faults(cluster: Slurm, shared: Path)
     (shared / "slow").touch()
     chance = random.Random(SEED)
     rewards = f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]"
-    keys = [rewards, "checkpoint.every_steps=1", f"run.steps={SOAK_STEPS}"]
+    ends = "cluster.replace_ranks=false"  # otherwise the loss of a rank would not end an attempt
+    keys = [rewards, "checkpoint.every_steps=1", f"run.steps={SOAK_STEPS}", ends]
     options = ["--nodes=2", "--spares=1", "--time=60", "--restarts=9", "--stalled=5"]
     run = Launched(cluster, shared, "twenty", *options, *keys, vllm=True)
     machines = {machine.name: machine for machine in cluster.machines}

@@ -120,7 +120,7 @@ def test_sigterm_while_starting(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_lost_trainer_is_named(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, "cluster.replace_ranks=false") as run:
         run.wait_for_step(2)
         check_end(
             run,

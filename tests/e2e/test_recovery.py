@@ -151,13 +151,3 @@ def test_engines_sample_ahead_during_a_replacement(recipe: Path, tmp_path: Path)
         assert {run["version"] for row in rows for run in row["version"]} <= {*range(max(0, step - 3), step)}
         assert len(rows) == 16
     assert len(set(names)) == len(names) == 16 * STEPS
-
-
-@pytest.mark.exhaustive
-def test_loss_of_a_rank_may_end_the_attempt(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, "cluster.replace_ranks=false") as run:
-        run.wait_for_step(2)
-        run.find("ray::TrainerActor").kill()
-        assert run.end() == 1
-    [line] = run.errors
-    assert re.fullmatch(r"megarl: error: \S.*: trainer-[01] died\. See .*/logs/attempt_1/trainer-[01].log", line)

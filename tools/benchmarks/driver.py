@@ -47,6 +47,7 @@ from megarl.cluster.placement import Process, place
 from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
+from megarl.cluster.supervision.processes import ProcessId
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord
@@ -305,7 +306,7 @@ class StubProcess(ProcessActor):
         self._shards = [h.shard for h in vllm_holders(hf_config, config.rollout.tp, 1, config.model.dtype)]
         holder = partial(megatron_holder, hf_config, config.actor.layout, dtype=config.model.dtype)
         packing = Packing(4096, 8, True, 1, 8, 1, COST)
-        self._started = {rank: Started(rank, holder(rank), packing, "stub") for rank in ranks}
+        self._started = {rank: Started(rank, holder(rank), packing, "stub", ProcessId.own()) for rank in ranks}
 
     def call(self, rank: int, method: str, *_: Any) -> TimedResult:
         """Return a method's result for one rank or engine. Methods that receive a part of the plan do nothing."""
