@@ -153,6 +153,15 @@ def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:
     # these pages must not be shared with anything else.
     pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     host = _torch().frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
+    lock_pages(host)
+    return host
+
+
+def lock_pages(host: torch.Tensor) -> None:
+    """Page-lock a host tensor's memory for as long as the tensor lives, so that the device copies to and from it at
+    full speed. On CPU, do nothing. Raise a RuntimeError if the memory cannot be locked."""
+    if not on_cuda():
+        return
     cudart, address = _torch().cuda.cudart(), host.data_ptr()
     if error := int(cudart.cudaHostRegister(address, host.nbytes, _PORTABLE)):
         raise RuntimeError(
@@ -160,4 +169,3 @@ def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:
             "on this machine, or raise the memory limit of the job or container"
         )
     weakref.finalize(host, cudart.cudaHostUnregister, address).atexit = False
-    return host

@@ -11,6 +11,7 @@ import torch
 
 from megarl.cluster.groups.ranks import worker_class
 from megarl.config.schema import Config
+from megarl.core import device
 from megarl.core.errors import InfrastructureFailure
 from megarl.megatron.checkpoint.host_copies import HostCopies, Spec
 from megarl.megatron.workers.actor import ActorWorker
@@ -149,3 +150,13 @@ def test_full_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_each_slot_is_page_locked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(device, "lock_pages", lambda memory: locked.append(memory.nbytes))
+    copies = HostCopies(tmp_path, "actor-0")
+    for step in range(5):
+        with copies.write(step, {"a": Spec(torch.float32, (32,))}, {}):
+            pass
+    assert locked == [128, 128]

@@ -121,7 +121,7 @@ def test_run_writes_trace_profile_and_token_details(learned):
     for number in (1, 20):
         [step] = [span for span in phases if span.task == f"step {number}"]
         inside = {span.task for span in phases if step.begin <= span.begin and span.end <= step.end} - {step.task}
-        assert inside == {"rollout", "reward", "train", "refit", "save"}
+        assert inside == {"rollout", "reward", "train", "copy", "refit", "save"}
     assert [file.name for file in (learned / "profiles").rglob("*.gz")] == ["actor-1.json.gz"]
     rows = [json.loads(line) for line in (learned / "rollouts/step_000002.jsonl").read_text().splitlines()]
     detailed = [row for row in rows if "tokens" in row]

@@ -21,6 +21,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from megarl.core import device
 from megarl.core.errors import InfrastructureFailure
 from megarl.core.files import DISK_FULL, parse_object
 from megarl.megatron import random_state
@@ -121,7 +122,9 @@ class HostCopies:
             finally:
                 os.close(file)
             storage = torch.UntypedStorage.from_file(str(path), True, max(num_bytes, ALIGNMENT))
-            self._memory[slot] = torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportArgumentType]
+            memory = torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportArgumentType]
+            device.lock_pages(memory)
+            self._memory[slot] = memory
         return self._memory[slot]
 
     def _path(self, slot: int, kind: str) -> Path:
@@ -154,9 +157,10 @@ def save(
             with on_device(owned.state()):
                 state = {WEIGHT: owned.weight()} | dict(owned.values())
                 for key in (WEIGHT, *KEYS):
-                    tensors[f"{number}.{key}"].copy_(state[key].view(-1))
+                    tensors[f"{number}.{key}"].copy_(state[key].view(-1), non_blocking=True)
         for name, tensor in others.items():
-            tensors[name].copy_(tensor)
+            tensors[name].copy_(tensor, non_blocking=True)
+        device.synchronize()
 
 
 @torch.no_grad()
