@@ -17,6 +17,7 @@ from megarl.cluster.failure import LostRanks
 from megarl.cluster.groups.trainers import PARTS, TrainerGroup
 from megarl.cluster.pending import Pending, join, ready
 from megarl.cluster.session import Session
+from megarl.cluster.supervision.interrupts import interrupts
 from megarl.config.model_schema import Role
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import RunFailure
@@ -106,10 +107,10 @@ class Recovery:
 
     def _replace(self, loss: LostRanks) -> None:
         """Replace all ranks, and replace them again if further ranks are lost meanwhile. Raise RunFailure if there are
-        no copies, or if the step has lost ranks too often."""
+        no copies, if the run has received a termination signal, or if the step has lost ranks too often."""
         begin = time.time()
         while True:
-            if self._fits is False:
+            if self._fits is False or interrupts.is_signaled:
                 raise loss
             self._num_replaced += 1
             self._num_unreported += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster import recovery
 from megarl.cluster.failure import LostRanks
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.recovery import MAX_REPLACEMENTS, Recovery
@@ -193,6 +194,15 @@ def test_ranks_are_not_replaced_without_room_for_copies(capsys: pytest.CaptureFi
     with pytest.raises(LostRanks):
         models.run(loss(), None)
     assert models.log == []
+
+
+def test_ending_run_replaces_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = Models(actor())
+    models.trained.copy_state(1)
+    monkeypatch.setattr(recovery, "interrupts", SimpleNamespace(is_signaled=True))
+    with pytest.raises(LostRanks):
+        models.run(loss())
+    assert models.log == ["actor copy 1"]
 
 
 def test_room_is_counted_on_each_node() -> None:
