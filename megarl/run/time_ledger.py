@@ -1,0 +1,262 @@
+"""A run's ledger of time: every second of every allocated device, by cause, over all attempts and jobs.
+
+Each attempt's driver records contiguous rows (see TimeRecorder). The ledger places them in the allocations that Slurm
+jobs record (see Attempts). Outside Slurm, each attempt is its own allocation, which begins with the driver's process.
+The time that no row covers has the cause of the last event before it, or is `unexplained`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+from megarl.run.attempts import Attempt, Attempts
+from megarl.run.time_causes import CAUSES, KEPT, LOST_WITH_STEP, Seconds, of_cause
+from megarl.run.time_records import ENDED, AttemptTimes, Row, read_times
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An interval of the run's allocation with its device-seconds by cause."""
+
+    begin: float
+    end: float
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLedger:
+    """The device-seconds of a run by cause, over all of its allocations.
+
+    Attributes:
+        intervals: in the order of time, without the time between allocations, except for that in Slurm's queue.
+        num_steps: number of kept steps.
+        num_devices: number of devices of the newest allocation.
+        is_restart: whether the newest attempt follows one that failed or was killed.
+    """
+
+    intervals: Sequence[Interval]
+    num_steps: int = 0
+    num_attempts: int = 0
+    num_allocations: int = 0
+    num_devices: float = 0.0
+    is_restart: bool = False
+
+    @property
+    def seconds(self) -> Seconds:
+        return add(interval.seconds for interval in self.intervals)
+
+    def describe(self) -> str:
+        """Return the goodput and a short table of causes, or a line that there are no records."""
+        seconds = self.seconds
+        total = sum(seconds.values())
+        if total <= 0:
+            return "goodput: not known, because the run has no records of its time"
+        attempts, allocations = _count(self.num_attempts, "attempt"), _count(self.num_allocations, "allocation")
+        first = f"goodput: completed steps took {100 * goodput(seconds):.1f} % of the allocated time"
+        lines = [f"{first} ({total / 3600:,.2f} device-hours with the queue, {attempts}, {allocations})"]
+        for cause, meaning in CAUSES.items():
+            if value := of_cause(seconds, cause):
+                lines.append(f"  {cause:<14}{100 * value / total:6.1f} %  {meaning}")
+        return "\n".join(lines)
+
+
+def goodput(seconds: Mapping[str, float]) -> float:
+    """Return the fraction of the allocated time that was spent on steps whose results were kept."""
+    allocated = sum(seconds.values()) - of_cause(seconds, "queue")
+    return sum(of_cause(seconds, cause) for cause in KEPT) / allocated if allocated > 0 else 0.0
+
+
+def add(parts: Iterable[Mapping[str, float]]) -> Seconds:
+    total: Counter[str] = Counter()
+    for seconds in parts:
+        total.update(seconds)
+    return dict(total)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def read_ledger(run: Path, now: float | None = None) -> TimeLedger:
+    """Read the ledger of the run in the folder `run`. Damaged and deleted records are not errors: their time is
+    `unexplained`. `now` ends the newest allocation; None: its last complete record does."""
+    return make_ledger(read_times(run), Attempts(run).readable(), now)
+
+
+@dataclass(slots=True)
+class _Allocation:
+    """A Slurm allocation or, outside Slurm, the lifetime of one attempt.
+
+    Attributes:
+        submitted: start of the wait in Slurm's queue.
+        nodes: number of nodes; 0 if it is not recorded.
+        launched: the records of the job's attempts, each with its last heartbeat.
+        follows_failure: whether the last attempt before this allocation failed.
+    """
+
+    begin: float
+    end: float
+    submitted: float = 0.0
+    nodes: int = 0
+    launched: list[tuple[Attempt, float]] = field(default_factory=list)
+    attempts: list[AttemptTimes] = field(default_factory=list)
+    follows_failure: bool = False
+
+    @property
+    def used(self) -> int:
+        """Number of devices on the nodes of its largest attempt."""
+        return max((times.start.devices for times in self.attempts), default=0)
+
+
+def make_ledger(
+    attempts: Sequence[AttemptTimes], launched: Sequence[tuple[Attempt, float]], now: float | None = None
+) -> TimeLedger:
+    """Return the ledger for the records of a run.
+
+    Args:
+        attempts: the records of the drivers, in order.
+        launched: the records of Slurm jobs' attempts, in order, each with its last heartbeat.
+        now: see `read_ledger`.
+    """
+    attempts = sorted(attempts, key=lambda times: times.start.begin)
+    num_steps, attempts = _without_lost_steps(attempts)
+    allocations = _allocations(attempts, launched, now)
+    per_node = max((times.start.devices / times.start.nodes for times in attempts), default=1.0)
+    intervals: list[Interval] = []
+    end = devices = 0.0
+    for allocation in allocations:
+        devices = max(allocation.nodes * per_node, allocation.used, 1)
+        submitted = max(allocation.submitted, end)
+        if allocation.submitted and submitted < allocation.begin:
+            seconds = {"queue": (allocation.begin - submitted) * devices}
+            intervals.append(Interval(submitted, allocation.begin, seconds))
+        intervals += _fill(allocation, devices)
+        end = max(end, allocation.end)
+    return TimeLedger(
+        intervals,
+        num_steps,
+        num_attempts=max(len(attempts), len(launched)),
+        num_allocations=len(allocations),
+        num_devices=devices,
+        is_restart=len(attempts) > 1 and attempts[-2].outcome != ENDED,
+    )
+
+
+def _without_lost_steps(attempts: Sequence[AttemptTimes]) -> tuple[int, list[AttemptTimes]]:
+    """Return the number of kept steps, and the records with the time of all other steps as `repeated`. A step is lost
+    if a later attempt resumes before it, or it is recorded again. The start-up after a failure is a restart."""
+    first_again, num_kept, changed = float("inf"), 0, []
+    for number in reversed(range(len(attempts))):
+        times, rows = attempts[number], []
+        is_restart = number > 0 and attempts[number - 1].outcome != ENDED
+        for row in reversed(times.rows):
+            is_lost = row.step is not None and row.step >= first_again
+            if row.step is not None and not is_lost:
+                first_again, num_kept = row.step, num_kept + 1
+            seconds: Counter[str] = Counter()
+            for cause, value in row.seconds.items():
+                if is_lost and cause in LOST_WITH_STEP:
+                    cause = "repeated"
+                elif is_restart and cause.startswith("startup/"):
+                    cause = cause.replace("startup", "restart", 1)
+                seconds[cause] += value
+            rows.append(replace(row, seconds=seconds))
+        first_again = min(first_again, times.start.after_step + 1)
+        changed.append(replace(times, rows=rows[::-1]))
+    return num_kept, changed[::-1]
+
+
+def _allocations(
+    attempts: Sequence[AttemptTimes], launched: Sequence[tuple[Attempt, float]], now: float | None
+) -> list[_Allocation]:
+    """Return the allocations in the order of time, with their records. An allocation ends with its last record, or when
+    Slurm requeued its job."""
+    found: dict[tuple[str, int], _Allocation] = {}
+    for attempt, seen in launched:
+        key, last = (attempt.job, attempt.restart), max(attempt.began, attempt.ended or seen)
+        allocation = found.setdefault(key, _Allocation(attempt.allocated, last))
+        allocation.begin, allocation.end = min(allocation.begin, attempt.allocated), max(allocation.end, last)
+        allocation.submitted = attempt.submitted
+        allocation.nodes = max(allocation.nodes, attempt.nodes)
+        allocation.launched.append((attempt, seen))
+    for number, times in enumerate(attempts):
+        start, end = times.start, times.end
+        key = (start.job, start.restart) if start.job else ("", number)
+        allocation = found.setdefault(key, _Allocation(start.allocated or start.begin, end))
+        allocation.begin, allocation.end = min(allocation.begin, start.begin), max(allocation.end, end)
+        if number == len(attempts) - 1 and now is None and times.rows and not times.outcome:
+            allocation.end = times.rows[-1].end  # the attempt may still be in the middle of a step
+        allocation.nodes = max(allocation.nodes, start.nodes)
+        if not allocation.attempts:
+            allocation.follows_failure = number > 0 and attempts[number - 1].outcome != ENDED
+        allocation.attempts.append(times)
+    for (job, restart), allocation in found.items():
+        following = found.get((job, restart + 1)) if job else None
+        if following is not None and following.submitted:
+            allocation.end = max(allocation.end, following.submitted)
+    ordered = sorted(found.values(), key=lambda allocation: allocation.begin)
+    for allocation, following in pairwise(ordered):
+        allocation.end = min(allocation.end, following.begin)
+    if ordered and now is not None:
+        ordered[-1].end = max(ordered[-1].begin, now)
+    return ordered
+
+
+def _fill(allocation: _Allocation, devices: float) -> Iterator[Interval]:
+    """Yield contiguous intervals from the begin of the allocation to its end, whose sum is its time on all devices."""
+    events = _events(allocation)
+    used = allocation.used or devices
+    rows = [(row, times.start.devices) for times in allocation.attempts for row in times.rows]
+    at = allocation.begin
+    for row, of_attempt in sorted(rows, key=lambda item: item[0].begin):
+        begin, end = max(row.begin, at), min(row.end, allocation.end)
+        if begin < end:
+            yield from _gap(at, begin, events, used, devices)
+            yield Interval(begin, end, _scaled(row, end - begin, of_attempt, devices))
+            at = end
+    yield from _gap(at, allocation.end, events, used, devices)
+
+
+def _scaled(row: Row, length: float, of_attempt: int, devices: float) -> Seconds:
+    """Return the seconds of a row for a part of it with this length, which add up to its time on all devices."""
+    total = sum(row.seconds.values())
+    most = (row.end - row.begin) * of_attempt
+    factor = length / (row.end - row.begin) * min(1.0, most / total if total else 1.0)
+    seconds = Counter({cause: value * factor for cause, value in row.seconds.items()})
+    seconds["unexplained"] += max(0.0, length * of_attempt - sum(seconds.values()))
+    seconds["spare"] += length * (devices - of_attempt)
+    return {cause: value for cause, value in seconds.items() if value > 0}
+
+
+def _gap(
+    begin: float, end: float, events: Sequence[tuple[float, str]], used: float, devices: float
+) -> Iterator[Interval]:
+    """Yield the intervals between two rows, each with the cause of the last event before it."""
+    if begin >= end:
+        return
+    cuts = sorted({begin, end, *(time for time, _ in events if begin < time < end)})
+    for left, right in pairwise(cuts):
+        cause = next((cause for time, cause in reversed(events) if time <= left), "unexplained")
+        spare = {"spare": (right - left) * (devices - used)} if devices > used else {}
+        yield Interval(left, right, {cause: (right - left) * used, **spare})
+
+
+def _events(allocation: _Allocation) -> list[tuple[float, str]]:
+    """Return events outside the rows, in the order of time, each with the cause of the time after it."""
+    begins = "restart/job" if allocation.follows_failure else "startup/job"
+    events = [(allocation.begin, begins if allocation.launched else "unexplained")]
+    for number, (attempt, seen) in enumerate(allocation.launched):
+        last = attempt.ended or seen
+        outcomes = [t.outcome for t in allocation.attempts if attempt.began - 1 <= t.start.begin <= last]
+        if number:
+            events.append((attempt.noticed or attempt.began, "restart/relaunch"))
+        events.append((attempt.began, "unexplained"))
+        events.append((last, "finish" if outcomes[-1:] == [ENDED] else "detection"))
+    for times in allocation.attempts:
+        after = "finish" if times.outcome == ENDED else "detection" if times.outcome else "repeated"
+        events.append((times.rows[-1].end if times.rows else times.start.begin, after))
+    return sorted(events, key=lambda event: event[0])
