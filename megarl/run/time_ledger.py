@@ -185,7 +185,8 @@ def _allocations(
         allocation.launched.append((attempt, seen))
     for number, times in enumerate(attempts):
         start, end = times.start, times.end
-        key = (start.job, start.restart) if start.job else ("", number)
+        within = (key for key, slurm in found.items() if slurm.begin <= start.begin <= slurm.end and slurm.launched)
+        key = (start.job, start.restart) if start.job else next(within, ("", number))
         allocation = found.setdefault(key, _Allocation(start.allocated or start.begin, end))
         allocation.begin, allocation.end = min(allocation.begin, start.begin), max(allocation.end, end)
         if number == len(attempts) - 1 and now is None and times.rows and not times.outcome:

@@ -93,7 +93,8 @@ def _read(logs: Path) -> AttemptTimes | None:
     if start is None and found:
         first = found[0]
         devices = round(sum(first.seconds.values()) / (first.end - first.begin))
-        start = Start(first.begin, (first.step or 1) - 1, max(1, devices))
+        first_step = next((row.step for row in found if row.step is not None), 2**53)
+        start = Start(first.begin, first_step - 1, max(1, devices))
     return None if start is None else AttemptTimes(start, found, _last_seen(logs))
 
 
