@@ -39,7 +39,7 @@ LOST_WITH_STEP = (*KEPT, "evaluation")
 """Causes that become `repeated` if their step is done again."""
 
 DETECT, RECOVER = "detect", "recover"
-"""Tasks of the driver while it finds a failure, and (as a prefix) while it replaces lost processes."""
+"""Prefixes of the tasks of the driver while it finds a failure, and while it replaces lost processes."""
 
 SAVE, ROLLOUT, TRAIN = "save", "rollout", "train"
 PHASES = {SAVE: "checkpoint", "evaluation": "evaluation", "reward": "reward", "refit": "refit"}
@@ -141,7 +141,7 @@ def step_seconds(
     seconds: Counter[str] = Counter(spare=(end - begin) * devices.unused)
     for left, right, span in partition(begin, end, spans, order=lambda span: span.begin):
         task = "" if span is None else span.task
-        if task == DETECT:
+        if task.startswith(DETECT):
             seconds["detection"] += (right - left) * used
         elif task.startswith(RECOVER):
             seconds["restart/in place"] += (right - left) * used

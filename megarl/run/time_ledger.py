@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from megarl.core.errors import UserError
+from megarl.core.files import is_plain, read_object
 from megarl.run.attempts import Attempt, Attempts
+from megarl.run.folder import LAUNCH
 from megarl.run.time_causes import CAUSES, KEPT, LOST_WITH_STEP, Seconds, of_cause
 from megarl.run.time_records import ENDED, AttemptTimes, Row, read_times
+
+PREDICTION = f"{LAUNCH}/prediction.json"
+"""File in a run's folder with the planner's prediction for the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,25 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
+class CauseRow:
+    """A row in the table of causes.
+
+    Attributes:
+        meaning: description of the cause, with the shares of its parts.
+        share: fraction of all device-seconds.
+        step_s: seconds per kept step, averaged over the devices of the newest allocation; None without a kept step.
+        planned_s: the planner's prediction for this column; None without one.
+    """
+
+    cause: str
+    meaning: str
+    device_hours: float
+    share: float
+    step_s: float | None
+    planned_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class TimeLedger:
     """The device-seconds of a run by cause, over all of its allocations.
 
@@ -36,21 +63,42 @@ class TimeLedger:
         num_steps: number of kept steps.
         num_devices: number of devices of the newest allocation.
         is_restart: whether the newest attempt follows one that failed or was killed.
+        predicted: the planner's prediction of a step's seconds by cause, averaged over the devices.
     """
 
-    intervals: Sequence[Interval]
+    intervals: Sequence[Interval] = ()
     num_steps: int = 0
     num_attempts: int = 0
     num_allocations: int = 0
     num_devices: float = 0.0
     is_restart: bool = False
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> Seconds:
         return add(interval.seconds for interval in self.intervals)
 
+    def rows(self) -> list[CauseRow]:
+        """Return the causes with their shares, without those that took less than 0.05 % and are not predicted."""
+        seconds = self.seconds
+        total, per_step = sum(seconds.values()), self.num_devices * self.num_steps
+        found = [
+            CauseRow(
+                cause,
+                CAUSES[cause] + _parts(cause, seconds),
+                value / 3600,
+                value / total,
+                value / per_step if per_step else None,
+                planned,
+            )
+            for cause in CAUSES
+            for value, planned in [(of_cause(seconds, cause), self.predicted.get(cause))]
+            if total and (value >= 0.0005 * total or planned)
+        ]
+        return found
+
     def describe(self) -> str:
-        """Return the goodput and a short table of causes, or a line that there are no records."""
+        """Return the goodput and a table of causes, or a line that there are no records."""
         seconds = self.seconds
         total = sum(seconds.values())
         if total <= 0:
@@ -58,10 +106,24 @@ class TimeLedger:
         attempts, allocations = _count(self.num_attempts, "attempt"), _count(self.num_allocations, "allocation")
         first = f"goodput: completed steps took {100 * goodput(seconds):.1f} % of the allocated time"
         lines = [f"{first} ({total / 3600:,.2f} device-hours with the queue, {attempts}, {allocations})"]
-        for cause, meaning in CAUSES.items():
-            if value := of_cause(seconds, cause):
-                lines.append(f"  {cause:<14}{100 * value / total:6.1f} %  {meaning}")
+        if self.predicted:
+            lines.append(f"{'':>30}{'s/step':>9}{'planned':>9}")
+        for row in self.rows():
+            columns = f"     {_cell(row.step_s)}{_cell(row.planned_s)}" if self.predicted else ""
+            lines.append(f"  {row.cause:<14}{100 * row.share:6.1f} %{columns}  {row.meaning}")
         return "\n".join(lines)
+
+
+def _parts(cause: str, seconds: Mapping[str, float]) -> str:
+    """Return the shares of a cause's parts as text, largest first; empty for a cause without parts."""
+    parts = {name.partition("/")[2]: value for name, value in seconds.items() if name.startswith(f"{cause}/")}
+    total = sum(seconds.values())
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    return "".join(f"{', ' if i else ': '}{name} {100 * s / total:.1f} %" for i, (name, s) in enumerate(largest))
+
+
+def _cell(seconds: float | None) -> str:
+    return f"{'-' if seconds is None else format(seconds, '.2f'):>9}"
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
@@ -84,7 +146,15 @@ def _count(number: int, noun: str) -> str:
 def read_ledger(run: Path, now: float | None = None) -> TimeLedger:
     """Read the ledger of the run in the folder `run`. Damaged and deleted records are not errors: their time is
     `unexplained`. `now` ends the newest allocation; None: its last complete record does."""
-    return make_ledger(read_times(run), Attempts(run).readable(), now)
+    return replace(make_ledger(read_times(run), Attempts(run).readable(), now), predicted=_predicted(run))
+
+
+def _predicted(run: Path) -> Seconds:
+    """Return the prediction in a run's folder, without values that are not predictions."""
+    values: dict[str, Any] = {}
+    with suppress(UserError, OSError):
+        values = read_object(run / PREDICTION)
+    return {cause: seconds for cause, seconds in values.items() if cause in CAUSES and is_plain(seconds, float)}
 
 
 @dataclass(slots=True)
@@ -135,7 +205,7 @@ def make_ledger(
             seconds = {"queue": (allocation.begin - submitted) * devices}
             intervals.append(Interval(submitted, allocation.begin, seconds))
         intervals += _fill(allocation, devices)
-        end = max(end, allocation.end)
+        end = max(end, allocation.begin, allocation.end)
     return TimeLedger(
         intervals,
         num_steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from megarl.run.folder import ATTEMPT
 from megarl.run.time_causes import CAUSES
 
 FILE = "time.jsonl"
+
+_PART = re.compile("[a-z ]{0,20}")
+"""Matches the part of a cause, which is printed."""
 
 FAILED, ENDED = "failed", "ended"
 """Outcomes of an attempt. An attempt without an outcome was killed."""
@@ -116,8 +120,13 @@ def parse_row(values: Mapping[str, Any]) -> Row | None:
         return None
     if not (step is None or is_plain(step, int)) or outcome not in ("", FAILED, ENDED):
         return None
-    valid = all(name.partition("/")[0] in CAUSES and is_plain(s, float) and s >= 0 for name, s in seconds.items())
+    valid = all(_is_cause(name) and is_plain(value, float) and value >= 0 for name, value in seconds.items())
     return Row(begin, end, seconds, step, outcome) if valid else None
+
+
+def _is_cause(name: str) -> bool:
+    cause, _, part = name.partition("/")
+    return cause in CAUSES and _PART.fullmatch(part) is not None
 
 
 def _last_seen(logs: Path) -> float:

@@ -227,6 +227,7 @@ def test_ledger_of_a_run_folder(tmp_path: Path) -> None:
     [
         (1, {"begin": 100.0, "end": 110.0, "seconds": {"unknown": 20.0}}, 20),
         (1, {"begin": 100.0, "end": 110.0, "seconds": {"train": -1.0}}, 20),
+        (1, {"begin": 100.0, "end": 110.0, "seconds": {"startup/\u001b[2J": 20.0}}, 20),
         (2, {"begin": 110.0, "end": 120.0, "seconds": {"train": 5.0}, "step": 1}, 15),
         (2, {"begin": 110.0, "end": 110.0, "seconds": {}, "step": 1}, 20),
         (2, {"begin": 110.0, "end": 120.0, "seconds": {"train": 10**9}, "step": 1}, 0),
@@ -261,6 +262,18 @@ def test_deleted_records_are_unexplained(tmp_path: Path) -> None:
     ledger = read_ledger(tmp_path)
     assert (ledger.seconds, goodput(ledger.seconds)) == ({}, 0.0)
     assert ledger.describe() == "goodput: not known, because the run has no records of its time"
+
+
+def test_prediction_is_beside_the_measurement(tmp_path: Path) -> None:
+    launch(tmp_path)
+    write(tmp_path, 1, RECORDED)
+    file = tmp_path / LAUNCH / "prediction.json"
+    file.write_text(json.dumps({"train": 8.25, "refit": 0.5, "unknown": 1.0, "rollout": "x"}))
+    lines = read_ledger(tmp_path).describe().splitlines()
+    assert "  train           24.4 %         10.00     8.25  passes and updates" in lines
+    assert "  refit            0.0 %          0.00     0.50  weight sync" in lines
+    file.write_text("[]")
+    assert read_ledger(tmp_path).predicted == {}
 
 
 def test_kept_causes_are_declared() -> None:
