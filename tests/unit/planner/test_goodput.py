@@ -1,0 +1,60 @@
+"""Tests of the predicted goodput of runs whose devices fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import factorial
+
+import pytest
+
+from megarl.planner.goodput import FailureModel, erlang_b, predict_goodput, simulate_goodput
+
+LLAMA_3 = 419 / (54 * 24 * 16384)
+MODEL = FailureModel(1024, LLAMA_3, detect_s=15, restart_s=60, interval_s=60, copy_s=0.1, spares=2)
+
+
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, devices=16384, spares=0, interval_s=1800, restart_s=300)])
+def test_shares_add_up_to_the_allocation(model: FailureModel) -> None:
+    for shares in (predict_goodput(model), simulate_goodput(model, failures=500)):
+        assert sum(shares.values()) == pytest.approx(1)
+        assert all(share >= 0 for share in shares.values())
+
+
+def test_prediction_equals_its_first_order() -> None:
+    """For rare failures, the losses add up: copies, half an interval, detection, restart, and the wait for a node."""
+    model = replace(MODEL, spares=0, rate=LLAMA_3 / 100, copy_s=0.6)
+    shares, failures = predict_goodput(model), model.failures_per_s
+    lost = 0.6 / 60.6 + failures * (60.6 / 2 + 15 + 60 + 0.7 * 1800)
+    assert shares["kept"] == pytest.approx(1 - lost, abs=1e-5)
+    assert shares["queue"] == pytest.approx(failures * 0.7 * 1800, rel=0.01)
+
+
+def test_spare_nodes_cost_their_share() -> None:
+    assert predict_goodput(MODEL)["spare"] == pytest.approx(16 / 1040)
+
+
+def test_erlang_b_equals_its_sum() -> None:
+    for load, servers in product((0.1, 1.0, 7.5), (0, 1, 4, 10)):
+        terms = [load**n / factorial(n) for n in range(servers + 1)]
+        assert erlang_b(load, servers) == pytest.approx(terms[-1] / sum(terms))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, 0.001),
+        ({"spares": 0}, 0.002),
+        ({"interval_s": 1800, "restart_s": 300, "copy_s": 2}, 0.002),
+        ({"devices": 16384}, 0.015),
+        ({"devices": 16384, "spares": 8, "interval_s": 600}, 0.01),
+    ],
+)
+def test_simulation_agrees_with_the_prediction(changes: dict[str, float], tolerance: float) -> None:
+    model = replace(MODEL, **changes)
+    predicted, simulated = predict_goodput(model), simulate_goodput(model)
+    assert predicted == pytest.approx(simulated, abs=tolerance)
+
+
+def test_simulation_is_deterministic() -> None:
+    assert simulate_goodput(MODEL, 300) == simulate_goodput(MODEL, 300) != simulate_goodput(MODEL, 300, seed=1)
