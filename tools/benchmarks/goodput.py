@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,19 @@ import yaml
 FOLDER = Path(__file__).resolve().parent
 sys.path.append(str(FOLDER.parents[1]))  # for tools.benchmarks
 
-from megarl.cluster.nodes.gathering import NODE_LOSS_S
+
 from megarl.planner.goodput import FailureModel, predict_goodput, simulate_goodput
 from megarl.run.time_records import ENDED, read_times
 from tools.benchmarks.benchmark import load_config, option, run_benchmark
 
 CASES = yaml.safe_load((FOLDER / "cases/goodput.yaml").read_text())
 GPUS, TARGET = 1024, CASES["target"]
+TOLERANCE = 0.007
+"""Largest difference between the prediction and the simulation, as a fraction of the allocation."""
 WHOLE, IN_PLACE = CASES["recoveries"]
 START = FOLDER / "results/start.json"
 
-MAX_SPARES = 40
+MAX_SPARES = 80
 """Number of spare nodes up to which the best number is searched."""
 
 VARIED = {
@@ -49,7 +52,7 @@ FACTORS = (0.25, 4, 16)
 def measured_restart(run: Path) -> dict[str, float]:
     """Return the mean seconds of a restart's parts, over the attempts that follow a failure."""
     attempts = read_times(run)
-    restarts = [times for before, times in zip(attempts, attempts[1:], strict=False) if before.outcome != ENDED]
+    restarts = [times for before, times in pairwise(attempts) if before.outcome != ENDED]
     parts: dict[str, float] = {}
     for times in restarts:
         for row in times.rows:
@@ -65,6 +68,8 @@ def measured_restart(run: Path) -> dict[str, float]:
 def models(restart: Mapping[str, float]) -> dict[str, FailureModel]:
     """Return the model of each recovery on GPUS devices, with Llama 3's failure rate. A restart on as many devices
     takes the driver longer by its measured CPU time to start them."""
+    from megarl.cluster.nodes.gathering import NODE_LOSS_S  # imports Ray
+
     driver_s = sum(json.loads(START.read_text())["driver_cpu_seconds"].values())
     hang_s = load_config("m", {}).cluster.timeouts.update
     computed = {
@@ -120,14 +125,12 @@ def figures(restart: Mapping[str, float]) -> dict[str, Any]:
     found: dict[str, Any] = {"measured_restart": dict(restart), "recoveries": {}}
     for name, model in models(restart).items():
         by_size = {
-            of_rate: {
-                gpus: both(with_best_spares(replace(model, devices=gpus, rate=rate))) for gpus in CASES["gpus"]
-            }
+            of_rate: {gpus: both(with_best_spares(replace(model, devices=gpus, rate=rate))) for gpus in CASES["gpus"]}
             for of_rate, rate in rates().items()
         }
         sensitivity = {
             what: {
-                "value": round(getattr(model, field), 8),
+                "value": float(f"{getattr(model, field):.3g}"),
                 **{
                     f"x {factor:g}": round(predict_goodput(with_best_spares(scaled(model, field, factor)))["kept"], 5)
                     for factor in FACTORS
