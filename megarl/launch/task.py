@@ -27,11 +27,10 @@ from megarl.launch.preflight import (
     listen_for_nodes,
     send_report,
 )
-from megarl.run.attempts import Attempt, Attempts
+from megarl.run.attempts import ALLOCATED, Attempt, Attempts
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
 from megarl.run.time_ledger import read_ledger
-from megarl.run.time_recorder import ALLOCATED
 
 REPORT_TIMEOUT_S = 300.0
 """Seconds that all nodes have to report to the first one. They may have to pull images, and network file systems may

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from math import expm1
 
@@ -88,7 +88,7 @@ def simulate_goodput(model: FailureModel, failures: int = FAILURES, seed: int = 
     recoveries, which then start over."""
     source, now, spares = random.Random(seed), 0.0, model.spares
     repaired: list[float] = []
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     num_failures = 0
     period = model.interval_s + model.copy_s
     while num_failures < failures:

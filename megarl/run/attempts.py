@@ -14,6 +14,9 @@ from megarl.run.folder import LAUNCH
 
 ATTEMPTS = "attempts"
 
+ALLOCATED = "MEGARL_ALLOCATED"
+"""Name of the environment variable with the start of the Slurm allocation as a Unix timestamp."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:

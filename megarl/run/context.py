@@ -30,6 +30,7 @@ from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.paths import add_config_paths
 from megarl.models.run_models import ModelFolders
 from megarl.run import events
+from megarl.run.attempts import ALLOCATED
 from megarl.run.checkpoint_size import saved_bytes
 from megarl.run.folder import RunFolder
 from megarl.run.health import Finding, Health
@@ -39,7 +40,7 @@ from megarl.run.resume import ResumePoint, fall_back, start
 from megarl.run.saver import Saver, Write, no_files
 from megarl.run.time_causes import SAVE
 from megarl.run.time_ledger import read_ledger
-from megarl.run.time_recorder import ALLOCATED, TimeRecorder
+from megarl.run.time_recorder import TimeRecorder
 from megarl.run.time_records import ENDED, FAILED
 from megarl.run.trackers.tracker import Tracker, open_trackers
 from megarl.step import logprob_check, passes, queue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -137,8 +137,8 @@ def step_seconds(
     spans = [span for span in spans if span.process == DRIVER and not span.task.startswith("step ")]
     recovered = max((span.end for span in spans if span.task.startswith(RECOVER)), default=begin)
     used = devices.total - devices.unused
-    lengths: Counter[str] = Counter()
-    seconds: Counter[str] = Counter(spare=(end - begin) * devices.unused)
+    lengths: defaultdict[str, float] = defaultdict(float)
+    seconds = defaultdict(float, spare=(end - begin) * devices.unused)
     for left, right, span in partition(begin, end, spans, order=lambda span: span.begin):
         task = "" if span is None else span.task
         if task.startswith(DETECT):
@@ -169,7 +169,7 @@ def start_seconds(begin: float, end: float, spans: Iterable[Span], devices: Devi
     """Attribute an interval before the first step to a part of the start-up. In the part `workers`, all devices wait
     for the model that is loaded last: of overlapping spans, the one that ends last counts."""
     used = devices.total - devices.unused
-    seconds: Counter[str] = Counter(spare=(end - begin) * devices.unused)
+    seconds = defaultdict(float, spare=(end - begin) * devices.unused)
     loading = [span for span in spans if part == WORKERS and _role(span.process) in START_PARTS]
     for left, right, span in partition(begin, end, loading, order=lambda span: span.end):
         name = part if span is None else START_PARTS[_role(span.process)]

@@ -7,7 +7,7 @@ The time that no row covers has the cause of the last event before it, or is `un
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +24,9 @@ from megarl.run.time_records import ENDED, AttemptTimes, Row, read_times
 
 PREDICTION = f"{LAUNCH}/prediction.json"
 """File in a run's folder with the planner's prediction for the job."""
+
+ROUNDING = 0.001
+"""Largest fraction of a row that is missing because of rounding. The other causes share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +136,10 @@ def goodput(seconds: Mapping[str, float]) -> float:
 
 
 def add(parts: Iterable[Mapping[str, float]]) -> Seconds:
-    total: Counter[str] = Counter()
+    total: defaultdict[str, float] = defaultdict(float)
     for seconds in parts:
-        total.update(seconds)
+        for cause, value in seconds.items():
+            total[cause] += value
     return dict(total)
 
 
@@ -227,7 +231,7 @@ def _without_lost_steps(attempts: Sequence[AttemptTimes]) -> tuple[int, list[Att
             is_lost = row.step is not None and row.step >= first_again
             if row.step is not None and not is_lost:
                 first_again, num_kept = row.step, num_kept + 1
-            seconds: Counter[str] = Counter()
+            seconds: defaultdict[str, float] = defaultdict(float)
             for cause, value in row.seconds.items():
                 if is_lost and cause in LOST_WITH_STEP:
                     cause = "repeated"
@@ -296,9 +300,10 @@ def _scaled(row: Row, length: float, of_attempt: int, devices: float) -> Seconds
     """Return the seconds of a row for a part of it with this length, which add up to its time on all devices."""
     total = sum(row.seconds.values())
     most = (row.end - row.begin) * of_attempt
-    factor = length / (row.end - row.begin) * min(1.0, most / total if total else 1.0)
-    seconds = Counter({cause: value * factor for cause, value in row.seconds.items()})
-    seconds["unexplained"] += max(0.0, length * of_attempt - sum(seconds.values()))
+    is_complete = total > (1 - ROUNDING) * most
+    factor = length / (row.end - row.begin) * (most / total if is_complete else 1.0)
+    seconds = defaultdict(float, {cause: value * factor for cause, value in row.seconds.items()})
+    seconds["unexplained"] += 0.0 if is_complete else length * of_attempt - sum(seconds.values())
     seconds["spare"] += length * (devices - of_attempt)
     return {cause: value for cause, value in seconds.items() if value > 0}
 

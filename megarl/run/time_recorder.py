@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -13,6 +13,7 @@ from megarl.cluster.supervision.scratch import VARIABLE
 from megarl.cluster.trace import SpanReader
 from megarl.core.optional_logs import OptionalLog
 from megarl.core.timing import process_begin
+from megarl.run.attempts import ALLOCATED
 from megarl.run.folder import RunFolder
 from megarl.run.time_causes import (
     CAUSES,
@@ -26,9 +27,6 @@ from megarl.run.time_causes import (
 )
 from megarl.run.time_ledger import goodput, read_ledger
 from megarl.run.time_records import FILE, Row, Start
-
-ALLOCATED = "MEGARL_ALLOCATED"
-"""Name of the environment variable with the start of the Slurm allocation as a Unix timestamp."""
 
 IMPORTED = time.time()
 """End of the driver's imports, of which this module's are among the last."""
@@ -58,7 +56,7 @@ class TimeRecorder:
         start = Start(self._at, after_step, self._devices.total, nodes, job, restart, allocated)
         ROWS.append(self._path, [asdict(start)], 1)
         ledger = read_ledger(folder.path, now=self._at)
-        self._seconds: Counter[str] = Counter(ledger.seconds)
+        self._seconds = defaultdict(float, ledger.seconds)
         self._is_restart = ledger.is_restart
         self._num_spare = max(0.0, ledger.num_devices - self._devices.total)
         self.end_start("imports", min(time.time(), max(self._at, IMPORTED)))
@@ -101,13 +99,15 @@ class TimeRecorder:
         """Count the time of this step and later ones as `repeated`, if they are recorded already."""
         while self._steps and self._steps[-1][0] >= step:
             _, seconds = self._steps.pop()
-            self._seconds.subtract(seconds)
-            self._seconds.update(_replaced(seconds, "repeated"))
+            for cause, value in seconds.items():
+                if cause in LOST_WITH_STEP:
+                    self._seconds[cause] -= value
+                    self._seconds["repeated"] += value
 
     def _record(self, now: float, seconds: Seconds, step: int | None = None, outcome: str = "") -> None:
         """Write the row that ends `now`. A clock that was set back writes none."""
         if now > self._at:
-            rounded = {cause: round(value, 3) for cause, value in seconds.items()}
+            rounded = {cause: round(value, 6) for cause, value in seconds.items()}
             row = asdict(Row(self._at, now, rounded, step, outcome))
             ROWS.append(self._path, [{key: value for key, value in row.items() if value not in (None, "")}], 1)
             for cause, value in seconds.items():
@@ -125,7 +125,7 @@ class TimeRecorder:
 
 def _replaced(seconds: Mapping[str, float], cause: str) -> Seconds:
     """Return the device-seconds of a step with the causes that depend on its result replaced by one cause."""
-    replaced: Counter[str] = Counter()
+    replaced: defaultdict[str, float] = defaultdict(float)
     for name, value in seconds.items():
         replaced[cause if name in (*LOST_WITH_STEP, "unexplained") else name] += value
     return dict(replaced)

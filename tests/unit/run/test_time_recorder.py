@@ -15,10 +15,10 @@ import pytest
 from megarl.cluster.placement import Node, Placement, Process
 from megarl.cluster.trace import Span, SpanReader, Trace
 from megarl.core.timing import process_begin
-from megarl.run.attempts import Attempt, Attempts
+from megarl.run.attempts import ALLOCATED, Attempt, Attempts
 from megarl.run.folder import LAUNCH, RunFolder
 from megarl.run.time_ledger import goodput, read_ledger
-from megarl.run.time_recorder import ALLOCATED, TimeRecorder
+from megarl.run.time_recorder import TimeRecorder
 from megarl.run.time_records import ENDED, FAILED
 
 NODE = Node(0, range(2), 1)
