@@ -10,7 +10,7 @@ from megarl.cluster.trace import DRIVER, Span
 from megarl.core.files import replace_text
 from megarl.planner.plan_text import on_nodes
 from megarl.planner.step_plan import StepPlan
-from megarl.run.time_causes import Devices, Seconds, step_seconds
+from megarl.run.time_causes import ROLLOUT, SAVE, TRAIN, Devices, Seconds, step_seconds
 from megarl.run.time_ledger import PREDICTION
 
 
@@ -31,14 +31,14 @@ def predicted_causes(plan: StepPlan) -> Seconds:
     if times.rollout is not None and devices.samples_while_training:
         sampling = min(rollout, waiting + training)
     spans, at = [], 0.0
-    for phase, seconds in (("rollout", waiting), ("train", training), ("refit", refit)):
+    for phase, seconds in ((ROLLOUT, waiting), (TRAIN, training), ("refit", refit)):
         spans.append(Span(DRIVER, phase, at, at + seconds))
         at += seconds
     every = config.checkpoint.every_steps
     if plan.save is not None and every is not None:
-        blocked = plan.save.copying + (0.0 if config.checkpoint.background else plan.save.writing)
-        spans.append(Span(DRIVER, "save", at, at + blocked / every))
-        at += blocked / every
+        blocked = (plan.save.copying + (0.0 if config.checkpoint.background else plan.save.writing)) / every
+        spans.append(Span(DRIVER, SAVE, at, at + blocked))
+        at += blocked
     found = step_seconds(0.0, at, spans, devices, sampling)
     return {cause: seconds / devices.total for cause, seconds in found.items()}
 

@@ -42,8 +42,11 @@ def test_bins_add_up_to_the_ledger(count: int) -> None:
 def test_bars_fill_the_height_in_the_order_of_time() -> None:
     html = render_time(LEDGER)
     bars: dict[str, list[tuple[str, float]]] = {}
-    for x, height, color in re.findall(r'<rect x="([\d.]+)".*?height="([\d.]+)" fill="var\((.*?)\)"', html):
-        bars.setdefault(x, []).append((color, float(height)))
+    pattern = r'<rect x="([\d.]+)" y="([\d.]+)" .*?height="([\d.]+)" fill="var\((.*?)\)"'
+    for x, y, height, color in re.findall(pattern, html):
+        below = sum(part for _, part in bars.setdefault(x, []))
+        assert float(y) == pytest.approx(HEIGHT - below - float(height), abs=0.1)
+        bars[x].append((color, float(height)))
     assert len(bars) == BINS
     assert all(sum(height for _, height in bar) == pytest.approx(HEIGHT, abs=0.1) for bar in bars.values())
     first, *_, last = bars.values()

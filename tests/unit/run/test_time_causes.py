@@ -58,6 +58,19 @@ def test_engines_sample_while_models_train() -> None:
     assert found["train"] == 5 * 8
 
 
+def test_engines_sample_between_the_phases_of_a_step() -> None:
+    """They sampled for half of the step, which has gaps before and after training."""
+    spans = driver(("rollout", 0, 2), ("train", 4, 8), ("step 1", 0, 10))
+    found = step_seconds(0, 10, spans, Devices(engines=1, samples_while_training=True), sampling_s=5.0)
+    assert found == {"rollout": 5, "long_rollouts": 1, "idle_engines": 2, "driver": 2}
+
+
+@pytest.mark.parametrize(("sampling_s", "sampled"), [(-1.0, 0), (0.0, 0), (50.0, 10), (None, 10)])
+def test_sampling_takes_at_most_the_phase(sampling_s: float | None, sampled: float) -> None:
+    found = step_seconds(0, 10, driver(("rollout", 0, 10)), Devices(engines=1), sampling_s)
+    assert (found.get("rollout", 0), found.get("long_rollouts", 0)) == (sampled, 10 - sampled)
+
+
 def test_work_before_a_recovery_is_done_again() -> None:
     spans = driver(
         ("save", 0, 2),
@@ -84,11 +97,16 @@ def test_an_interval_without_phases_is_unexplained() -> None:
 
 
 def test_start_waits_for_the_model_that_is_loaded_last() -> None:
-    spans = [Span("engine-0", "start", 2, 9), Span("trainer-0", "start", 3, 7), Span("trainer-1", "start", 3, 10)]
+    spans = [
+        Span("engine-0", "start", 2, 2.5),
+        Span("engine-1", "start", 4, 9),
+        Span("trainer-0", "start", 3, 7),
+        Span("trainer-1", "start", 3, 10),
+    ]
     spans.append(Span("rewards-0", "start", 10, 30))
     assert start_seconds(0, 12, spans, Devices(shared=1), "workers") == {
-        "startup/workers": 4,
-        "startup/engines": 1,
+        "startup/workers": 4.5,
+        "startup/engines": 0.5,
         "startup/models": 7,
     }
     assert start_seconds(0, 12, spans, Devices(shared=1), "ray") == {"startup/ray": 12}
