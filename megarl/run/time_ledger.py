@@ -132,7 +132,8 @@ def _cell(seconds: float | None) -> str:
 def goodput(seconds: Mapping[str, float]) -> float:
     """Return the fraction of the allocated time that was spent on steps whose results were kept."""
     allocated = sum(seconds.values()) - of_cause(seconds, "queue")
-    return sum(of_cause(seconds, cause) for cause in KEPT) / allocated if allocated > 0 else 0.0
+    kept = sum(of_cause(seconds, cause) for cause in KEPT)
+    return min(1.0, kept / allocated) if allocated > 0 else 0.0  # sums are rounded
 
 
 def add(parts: Iterable[Mapping[str, float]]) -> Seconds:

@@ -126,7 +126,7 @@ def parse_row(values: Mapping[str, Any]) -> Row | None:
 
 def _is_cause(name: str) -> bool:
     cause, _, part = name.partition("/")
-    return cause in CAUSES and _PART.fullmatch(part) is not None
+    return cause in CAUSES and cause != "queue" and _PART.fullmatch(part) is not None
 
 
 def _last_seen(logs: Path) -> float:
