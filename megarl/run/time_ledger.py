@@ -25,8 +25,8 @@ from megarl.run.time_records import ENDED, AttemptTimes, Row, read_times
 PREDICTION = f"{LAUNCH}/prediction.json"
 """File in a run's folder with the planner's prediction for the job."""
 
-ROUNDING = 0.001
-"""Largest fraction of a row that is missing because of rounding. The other causes share it."""
+ROUNDING, ROUNDING_S = 0.001, 1e-4
+"""Largest fraction of a row, and device-seconds of a short row, that rounding removes. The row's causes share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ def _scaled(row: Row, length: float, of_attempt: int, devices: float) -> Seconds
     """Return the seconds of a row for a part of it with this length, which add up to its time on all devices."""
     total = sum(row.seconds.values())
     most = (row.end - row.begin) * of_attempt
-    is_complete = total > (1 - ROUNDING) * most
+    is_complete = total > 0 and most - total < ROUNDING * most + ROUNDING_S
     factor = length / (row.end - row.begin) * (most / total if is_complete else 1.0)
     seconds = defaultdict(float, {cause: value * factor for cause, value in row.seconds.items()})
     seconds["unexplained"] += 0.0 if is_complete else length * of_attempt - sum(seconds.values())

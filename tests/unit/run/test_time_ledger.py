@@ -137,7 +137,7 @@ CAUSE = st.sampled_from([*(cause for cause in CAUSES if cause != "queue"), "star
 ROWS = st.builds(
     lambda begin, length, seconds, step, outcome: Row(begin, begin + length, seconds, step, outcome),
     TIMES,
-    st.floats(0.001, 300),
+    st.floats(1e-5, 300),
     st.dictionaries(CAUSE, st.floats(0, 2000), max_size=4),
     st.none() | st.integers(1, 9),
     st.sampled_from(["", "", ENDED, FAILED]),
@@ -275,6 +275,13 @@ def test_prediction_is_beside_the_measurement(tmp_path: Path) -> None:
     assert "  refit            0.0 %          0.00     0.50  weight sync" in lines
     file.write_text("[]")
     assert read_ledger(tmp_path).predicted == {}
+
+
+def test_rounded_rows_are_complete() -> None:
+    """Records are rounded to microseconds, which may be a large part of a short row."""
+    rows = [Row(0.0, 10.0, {"train": 9.999}), Row(10.0, 10.00002, {"startup/refit": 0.00001}), Row(11.0, 11.00003, {})]
+    ledger = make_ledger([AttemptTimes(Start(0, 0, 1), rows)], [])
+    assert totals(ledger) == {"train": 10, "startup/refit": 0.00002, "unexplained": 1.00001}
 
 
 def test_kept_causes_are_declared() -> None:
