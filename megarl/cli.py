@@ -264,6 +264,9 @@ def plan(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write an HTML page that visualizes the best plan.")
     ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Compare the best plan with a run's ledger of time.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Rank the layouts that fit on the given GPUs by predicted step time. Nothing is run."""
@@ -285,6 +288,14 @@ def plan(
         typer.echo(plan_text.table(planned))
         if simulations is not None:
             typer.echo("\n" + plan_text.simulated_table(simulations))
+    if run is not None:
+        from dataclasses import replace
+
+        from megarl.planner.predicted_time import predicted_causes
+        from megarl.run.time_ledger import read_ledger
+
+        measured = replace(read_ledger(run), predicted=predicted_causes(planned.best))
+        typer.echo("\n" + measured.describe(), err=as_json)
     if emit is not None:
         plan_text.emit(planned, file, overrides or (), config, emit, gpus)
         typer.echo(f"wrote {emit}", err=as_json)

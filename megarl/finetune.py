@@ -41,6 +41,7 @@ def run(config: Config, scratch: Path) -> None:
         elapsed = ElapsedTime()
         with Session(config, context.folder.logs, scratch, context.folder.nodes) as session:
             elapsed.print("Ray: started")
+            context.times.end_start("ray")
             learn(session, config, checked.models, context)
         print(f"report: {report.write(context.folder.path)}")
 
@@ -54,6 +55,7 @@ def learn(session: Session, config: Config, models: ModelFolders, context: RunCo
     elapsed.print("actor: started")
     if checkpoint is not None:
         actor.load_checkpoint(checkpoint).result()
+    context.times.end_start("workers")
     print(f"kernels: {actor.kernels}", flush=True)
     trained = TrainedModels.of(session, config, {"actor": actor}, {"actor": ()}, checkpoint)
     context.run(trained, lambda: step(config, trained, context))

@@ -46,9 +46,11 @@ def run(config: Config, scratch: Path) -> None:
         elapsed = ElapsedTime()
         with Session(config, context.folder.logs, scratch, context.folder.nodes, checked.models.experts) as session:
             elapsed.print("Ray: started")
+            context.times.end_start("ray")
             workers = launch_workers(
                 session, config, checked.models, context.placement, context.resume_point.checkpoint
             )
+            context.times.end_start("workers")
             learn(config, workers, context)
         print(f"report: {report.write(context.folder.path)}")
 

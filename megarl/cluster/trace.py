@@ -5,16 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import shutil
 import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megarl.core.errors import UserError
 from megarl.core.files import lines_of, open_regular, replacement
@@ -116,15 +118,42 @@ def read_spans(logs: Path) -> Iterator[Span]:
             all_lines = iter(partial(window.readline, MAX_LINE), b"")
             lines = takewhile(lambda _: window.tell() <= 2 * WINDOW_BYTES, all_lines)
             try:
-                yield from _spans(lines)
+                yield from parse_spans(lines)
             except (OSError, EOFError, zlib.error) as error:
                 raise UserError(f"{earlier}: not a complete gzip file ({error}). Fix: remove the file") from None
     if (latest := logs / FILE).exists():
         with open_regular(latest) as file:
-            yield from _spans(lines_of(file, MAX_LINE))
+            yield from parse_spans(lines_of(file, MAX_LINE))
 
 
-def _spans(lines: Iterable[bytes]) -> Iterator[Span]:
+class SpanReader:
+    """Reads an attempt's trace while the same process writes it. Each `read` returns the spans written since the
+    previous one, also if a new window has begun."""
+
+    def __init__(self, logs: Path):
+        self._path = logs / FILE
+        self._file: BinaryIO | None = None
+
+    def read(self) -> list[Span]:
+        """Return the new spans. The user may have deleted the file or replaced it."""
+        spans = [] if self._file is None else self._rest(self._file)
+        with suppress(OSError, UserError):
+            file = open_regular(self._path)
+            if self._file is not None and os.path.samestat(os.fstat(file.fileno()), os.fstat(self._file.fileno())):
+                file.close()
+                return spans
+            if self._file is not None:
+                self._file.close()
+            self._file = file
+            spans += self._rest(file)
+        return spans
+
+    def _rest(self, file: BinaryIO) -> list[Span]:
+        return list(parse_spans(iter(partial(file.readline, MAX_LINE), b"")))
+
+
+def parse_spans(lines: Iterable[bytes]) -> Iterator[Span]:
+    """Yield the spans in lines of a trace. Other lines are skipped."""
     for line in lines:
         try:
             row = json.loads(line.decode("utf-8", "replace"))

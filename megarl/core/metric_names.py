@@ -89,7 +89,10 @@ METRICS = (
     Declaration("time/checkpoint", "time for which training waited for a save", "s", "steps with a save"),
     Declaration("checkpoint/seconds", "time to write the latest complete checkpoint", "s", "after a save"),
     Declaration("checkpoint/bytes", "size of the latest complete checkpoint", "bytes", "after a save"),
-    Declaration("cluster/goodput", "fraction of allocated time spent on steps that were kept", "", "Slurm jobs"),
+    Declaration("cluster/goodput", "fraction of the run's allocated time so far spent on steps that were kept"),
+    Declaration(
+        "goodput/CAUSE", "fraction of the device-seconds so far, with Slurm's queue, by cause", "", "time of this cause"
+    ),
     Declaration("idle/engines", "fraction of the step in which engines were idle"),
     Declaration("idle/ROLE", "fraction of the step in which the ranks of a trained model were idle"),
     Declaration("engines/alive", "number of running engines"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class Stopwatch:
@@ -39,3 +41,9 @@ class ElapsedTime:
     def print(self, event: str) -> None:
         """Print an event and the elapsed time."""
         print(f"{event} in {time.perf_counter() - self._start:.1f} s", flush=True)
+
+
+def process_begin(pid: int) -> float:
+    """Return the time at which a process started, in seconds since the epoch, to about 10 ms."""
+    started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)

@@ -23,6 +23,7 @@ from megarl.models.tokenizer import require_tokenizer
 from megarl.models.weight_files import require_files
 from megarl.planner.hardware import read_cluster
 from megarl.planner.plan import plan_recipe
+from megarl.planner.step_plan import StepPlan
 
 RUN_FOLDER = "run.folder"
 
@@ -207,8 +208,7 @@ def _check_layout(request: Request, config: Config) -> str:
 def _check_plan(request: Request, config: Config) -> str:
     """Check that the recipe fits on the GPUs and that the time limit allows at least one step. Return the estimate as
     text."""
-    gpus = f"{request.nodes * request.gpus}x{request.gpu}"
-    planned = plan_recipe(config, read_cluster(gpus, request.gpus), as_is=True).best
+    planned = plan_of(request, config)
     step, start = planned.times.seconds, START_S + request.grace + SLACK_S
     if request.seconds < start + step:
         raise UserError(
@@ -226,6 +226,12 @@ def _check_plan(request: Request, config: Config) -> str:
             "to keep them"
         )
     return summary
+
+
+def plan_of(request: Request, config: Config) -> StepPlan:
+    """Return the plan for the recipe on the request's GPUs. Raise UserError if it does not fit."""
+    gpus = f"{request.nodes * request.gpus}x{request.gpu}"
+    return plan_recipe(config, read_cluster(gpus, request.gpus), as_is=True).best
 
 
 def run_slurm(*command: str) -> str:

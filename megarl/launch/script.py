@@ -18,7 +18,8 @@ TEMPLATE = Path(__file__).with_name("slurm.sbatch").resolve()
 
 VARIABLES = (
     *("SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME"),
-    *("CUDA_VISIBLE_DEVICES", "MEGARL_NODES", "MEGARL_ALLOCATED"),
+    *("CUDA_VISIBLE_DEVICES", "MEGARL_NODES", "MEGARL_ALLOCATED", "MEGARL_SUBMITTED", "MEGARL_NOTICED"),
+    "MEGARL_ALLOCATED_NODES",
 )
 """Environment variables that tasks use. enroot is the only runtime that does not pass them on by default."""
 

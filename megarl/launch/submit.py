@@ -14,10 +14,11 @@ from megarl.config.load import dump, load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.files import read_text, replace_text
-from megarl.launch.checks import check, check_slurm, run_slurm
+from megarl.launch.checks import check, check_slurm, plan_of, run_slurm
 from megarl.launch.folder import Job, JobFolder
 from megarl.launch.request import Request
 from megarl.launch.script import render
+from megarl.planner.predicted_time import write_prediction
 from megarl.run.beginning import check_beginning
 from megarl.run.folder import RunFolder
 
@@ -165,6 +166,8 @@ def _write(request: Request, configs: Mapping[int, Config]) -> Path:
     folder.write_job(Job(str(Path.cwd()), request.nodes, request.gpus, request.stalled))
     for nodes, config in configs.items():
         replace_text(folder.recipe_on(nodes), dump(config))
+    if request.gpus:
+        write_prediction(plan_of(request, configs[request.nodes]), folder.path.parent)
     return folder.recipe
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.cluster.nodes.rendezvous import NODES, NodeRendezvous
@@ -27,10 +27,10 @@ from megarl.launch.preflight import (
     listen_for_nodes,
     send_report,
 )
-from megarl.run.attempts import Attempt, Attempts
+from megarl.run.attempts import ALLOCATED, Attempt, Attempts
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.effective_time import ALLOCATED, effective_time
 from megarl.run.folder import RunFolder
+from megarl.run.time_ledger import read_ledger
 
 REPORT_TIMEOUT_S = 300.0
 """Seconds that all nodes have to report to the first one. They may have to pull images, and network file systems may
@@ -62,6 +62,7 @@ class Task:
         restart: number of times that the job was requeued.
         step: number of the job step in this allocation.
         allocated: start of the allocation in seconds since the epoch.
+        submitted, noticed, num_allocated: see Attempt; 0 if a template for the job script does not pass them on.
     """
 
     number: int
@@ -71,6 +72,9 @@ class Task:
     restart: int
     step: str
     allocated: float
+    submitted: float = 0.0
+    noticed: float = 0.0
+    num_allocated: int = 0
 
     @classmethod
     def of_environment(cls) -> Task:
@@ -89,6 +93,9 @@ class Task:
             restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
             step=environ["SLURM_STEP_ID"],
             allocated=float(environ[ALLOCATED]),
+            submitted=float(environ.get("MEGARL_SUBMITTED") or 0.0),
+            noticed=float(environ.get("MEGARL_NOTICED") or 0.0),
+            num_allocated=int(environ.get("MEGARL_ALLOCATED_NODES") or 0),
         )
 
     @property
@@ -159,18 +166,28 @@ def drive(task: Task, folder: JobFolder) -> int:
     with listen_for_nodes(report, config) as report:
         send_report(preflight, report)
         reports = await_reports(preflight, task.nodes, REPORT_TIMEOUT_S)
-    record = Attempt(task.job, task.restart, task.allocated, time.time(), saved)
+    record = Attempt(
+        task.job,
+        task.restart,
+        task.allocated,
+        time.time(),
+        saved,
+        submitted=task.submitted,
+        nodes=max(task.num_allocated, len(task.nodes)),
+        noticed=task.noticed,
+    )
     if objection := find_objection(reports, task.nodes, run, REPORT_TIMEOUT_S, has_run=bool(attempts.all())):
         if objection.verdict == "infrastructure":
             attempts.begin(record)  # `stalled` also limits these attempts
         return _write_verdict(folder, objection.verdict, objection.cause, objection.bad_nodes)
     attempt = attempts.begin(record)
     status, cause = _train(task, folder, attempt)
+    attempts.end(attempt, replace(record, ended=time.time()))
     verdict = VERDICTS.get(status, "failed")
     lost = NodeRendezvous(run / NODES).lost() if verdict == "failed" and len(task.nodes) > 1 else ()
     cause = cause or f"megarl train exited with status {status}. Its logs are in {run / 'logs'}"
     status = _write_verdict(folder, verdict, cause, lost)
-    print(f"job: {effective_time(run)}", flush=True)
+    print(f"job: {read_ledger(run, now=time.time()).describe()}", flush=True)
     return status
 
 

@@ -84,7 +84,7 @@ def _plan_dict(plan: StepPlan) -> dict[str, Any]:
         "kv_cache_gib": None if config.is_offline or config.samples_images else config.rollout.kv_cache_gib,
         "recompute": config.actor.recompute,
         "offload": config.actor.offload,
-        "nodes": _on_nodes(plan).cluster.nodes,
+        "nodes": on_nodes(plan).cluster.nodes,
         "step_seconds": times.seconds,
         "phase_seconds": times.phases,
         "bounds": times.bounds,
@@ -213,7 +213,7 @@ def emit(planned: Planned, recipe: Path, overrides: Sequence[str], original: Con
         original: the recipe with the overrides applied.
     """
     best = planned.best
-    config = _on_nodes(best)
+    config = on_nodes(best)
     target = config.model_dump()
     values: dict[str, Any] = {"base": os.path.relpath(recipe.resolve(), path.resolve().parent)}
     for override in overrides:
@@ -229,7 +229,7 @@ def emit(planned: Planned, recipe: Path, overrides: Sequence[str], original: Con
     assert load(path) == config, "the overlay differs from the plan"
 
 
-def _on_nodes(plan: StepPlan) -> Config:
+def on_nodes(plan: StepPlan) -> Config:
     """Return the plan's config with cluster.nodes set to the number of nodes that its ranks occupy."""
     nodes = -(-num_devices(plan.config) // plan.cluster.gpus_per_node)
     return plan.config.model_copy(update={"cluster": plan.config.cluster.model_copy(update={"nodes": nodes})})

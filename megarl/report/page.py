@@ -23,9 +23,14 @@ from megarl.core.files import parse_json, read_text
 from megarl.report.charts import Chart, charts_of, data_json, other_charts, resource, script_json, tokens_per_second
 from megarl.report.evaluations import PREFIX, SetSamples, evaluation_charts, read_evaluations, render_samples
 from megarl.report.history import History, HistoryReader
+from megarl.report.time_section import render_time
 from megarl.report.viewer import MAX_CHARACTERS, FileCache, Rollouts, read_rollouts
 from megarl.run.folder import RunFolder, changes_in, warnings_in
 from megarl.run.loggers import duration
+from megarl.run.time_ledger import TimeLedger, read_ledger
+
+GOODPUT = "goodput/"
+"""Prefix of the metrics that the section on time shows."""
 
 LISTED_STEPS = 5  # maximum number of steps or line numbers in a note
 
@@ -46,6 +51,7 @@ class Contents:
     """Keys that changed in the middle of the run; see `changes_in`."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
     """Health warnings; see `warnings_in`."""
+    ledger: TimeLedger = field(default_factory=TimeLedger)
 
 
 def read_contents(folder: Path) -> Contents:
@@ -84,6 +90,7 @@ def _read(folder: Path, history: HistoryReader, samples: FileCache) -> Contents:
         evaluations=read_evaluations(run_folder.evaluation_files(), samples),
         changes=changes_in(manifest),
         warnings=warnings_in(manifest),
+        ledger=read_ledger(folder),
     )
 
 
@@ -158,7 +165,7 @@ def chart_parts(charts: Sequence[Chart], runs: Mapping[str, History], scripts: S
 
 def page_charts(history: History) -> list[Chart]:
     """Return the charts of a report on one run."""
-    return [*charts_of(history), *evaluation_charts(history), *other_charts(history, PREFIX)]
+    return [*charts_of(history), *evaluation_charts(history), *other_charts(history, (PREFIX, GOODPUT))]
 
 
 def state_of(run: Contents) -> str:
@@ -171,6 +178,7 @@ def render_sections(run: Contents) -> dict[str, str]:
     return {
         "notes": "".join(f"<li>{escape(note)}</li>" for note in notes(run)),
         "summary": "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),
+        "time": render_time(run.ledger),
         "rollout-note": escape(rollout_note(run.rollouts)),
         "evaluation-samples": render_samples(run.evaluations),
     }

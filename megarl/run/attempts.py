@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from megarl.core.errors import UserError
 from megarl.core.files import numbered, read_record, replace_text
 from megarl.run.folder import LAUNCH
 
 ATTEMPTS = "attempts"
 
+ALLOCATED = "MEGARL_ALLOCATED"
+"""Name of the environment variable with the start of the Slurm allocation as a Unix timestamp."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The record that an attempt writes when it starts. Times are Unix timestamps.
+    """The record that an attempt writes when it starts. Times are Unix timestamps; 0 if a time is not known.
 
     Attributes:
         restart: number of times that Slurm has requeued the job.
         saved: step of the newest checkpoint at the start of the attempt, or 0 if there was no checkpoint.
+        submitted: start of the wait in Slurm's queue: when the job was submitted or, later, requeued.
+        nodes: number of nodes in the allocation, with spare ones.
+        noticed: time at which the job script noticed the end of the previous attempt in this allocation.
+        ended: end of `megarl train`.
     """
 
     job: str
@@ -27,6 +36,10 @@ class Attempt:
     allocated: float
     began: float
     saved: int
+    submitted: float = 0.0
+    nodes: int = 0
+    noticed: float = 0.0
+    ended: float = 0.0
 
 
 class Attempts:
@@ -41,6 +54,19 @@ class Attempts:
         file = self._folder / str(max(numbered(self._folder, "{}"), default=0) + 1)
         replace_text(file, json.dumps(asdict(attempt)))
         return file
+
+    def end(self, file: Path, attempt: Attempt) -> None:
+        """Record the end of an attempt in its file. The user may have deleted the run folder's files."""
+        with suppress(OSError):
+            replace_text(file, json.dumps(asdict(attempt)))
+
+    def readable(self) -> list[tuple[Attempt, float]]:
+        """Return all attempts as `all` does, without those whose records are damaged."""
+        found = []
+        for file in numbered(self._folder, "{}").values():
+            with suppress(UserError, OSError):
+                found.append((read_record(file, Attempt), file.stat().st_mtime))
+        return found
 
     def all(self) -> list[tuple[Attempt, float]]:
         """Return all attempts, each with the Unix timestamp of its last heartbeat."""

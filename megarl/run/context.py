@@ -30,14 +30,18 @@ from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.paths import add_config_paths
 from megarl.models.run_models import ModelFolders
 from megarl.run import events
+from megarl.run.attempts import ALLOCATED
 from megarl.run.checkpoint_size import saved_bytes
-from megarl.run.effective_time import ALLOCATED, EffectiveShare
 from megarl.run.folder import RunFolder
 from megarl.run.health import Finding, Health
 from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
 from megarl.run.resume import ResumePoint, fall_back, start
 from megarl.run.saver import Saver, Write, no_files
+from megarl.run.time_causes import SAVE
+from megarl.run.time_ledger import read_ledger
+from megarl.run.time_recorder import TimeRecorder
+from megarl.run.time_records import ENDED, FAILED
 from megarl.run.trackers.tracker import Tracker, open_trackers
 from megarl.step import logprob_check, passes, queue
 from megarl.step.state import RunState
@@ -83,6 +87,23 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
     return 0
 
 
+@contextmanager
+def _recorded_end(times: TimeRecorder, resume_point: ResumePoint) -> Iterator[None]:
+    """Record the end of the attempt. Outside a Slurm job, which prints it for all of its attempts, print the run's
+    ledger of time."""
+    outcome = FAILED
+    try:
+        yield
+        outcome = ENDED
+    except KeyboardInterrupt:
+        outcome = ENDED
+        raise
+    finally:
+        times.end(resume_point.state.step, outcome)
+        if ALLOCATED not in os.environ:
+            print(read_ledger(resume_point.folder.path).describe(), flush=True)
+
+
 @dataclass(frozen=True, slots=True)
 class RunContext:
     """The state and the training loop of one run. The state in `resume_point` advances with each step. `evaluation`
@@ -94,6 +115,7 @@ class RunContext:
     saver: Saver
     placement: Placement
     evaluation: Mapping[str, PromptSet]
+    times: TimeRecorder
 
     @classmethod
     @contextmanager
@@ -117,9 +139,11 @@ class RunContext:
             evaluated = {} if best is None else folder.values_of(best)
             saver = Saver(folder.checkpoints, config, num_bytes, data.data_hash, identities, evaluated)
             print_run_summary(config, resume_point, models.actor, data, placement.describe())
+            samples_ahead = config.rollout.max_staleness > 0 and not config.is_colocated
+            times = TimeRecorder(folder, placement, resume_point.state.step, samples_ahead)
             try:
-                with events.connected():
-                    yield cls(config, data, resume_point, saver, placement, evaluation)
+                with _recorded_end(times, resume_point), events.connected():
+                    yield cls(config, data, resume_point, saver, placement, evaluation, times)
             except DamagedCheckpoint as damage:  # found by a rank, which verifies its own files
                 loaded = resume_point.checkpoint
                 line = None if loaded is None else fall_back(config, loaded.path, damage)
@@ -158,9 +182,10 @@ class RunContext:
         checkpoint.on_signal is set, the run finishes the current step and saves a checkpoint. Both are limited to
         checkpoint.grace_s seconds. The weights of the `trained` models, which checkpoints save, must be loaded."""
         saver, settings, done = self.saver, self.config.checkpoint, self.state.step
+        self.times.begin_steps()
         health = Health(self.config, self._earlier_rows(), [warning["name"] for warning in self.folder.warnings])
         saver.keep()  # a killed attempt may have left more checkpoints than checkpoint.keep
-        if self.state.step == 0 and (metrics := evaluate()):
+        if self.state.step == 0 and (metrics := self._evaluated(evaluate)):
             JsonlSink(self.folder.metrics).write(0, metrics)
             events.send("evaluation", step=0, metrics=metrics)
         with (
@@ -173,9 +198,12 @@ class RunContext:
                     done = number
                     findings = self._check_health(health, number, metrics)
                     self._end_if_signaled(trained, write)
-                    saver.commit()  # after the step's metrics are written, since a resumed run needs them
+                    with self._saving():
+                        saver.commit()  # after the step's metrics are written, since a resumed run needs them
                     self._stop_on(findings, trained, write)
-                if not saver.finish():
+                with self._saving():
+                    is_complete = saver.finish()
+                if not is_complete:
                     self._save_now(trained, write)
                 self._end_if_signaled(trained, write)
             except RunFailure as failure:
@@ -199,23 +227,20 @@ class RunContext:
     ) -> Iterator[tuple[int, Mapping[str, float]]]:
         """Run the steps. Yield the number and the metrics of each step after the metrics, including evaluation metrics,
         are written."""
-        state, effective_share = self.state, EffectiveShare(self.folder.path)
-        trace = Trace(self.folder.logs)
-        config = self.config
+        state, config, trace = self.state, self.config, Trace(self.folder.logs)
         console = ConsoleSink(config.run.steps, is_offline=config.is_offline, has_images=config.samples_images)
         sinks = (JsonlSink(self.folder.metrics), console, *trackers, events.EventSink())
         while state.step < self.config.run.steps:
             state.step += 1
             begin = time.time()
-            metrics = step() | {"data/dropped_rows": self.data.num_dropped} | evaluate()
+            metrics = step() | {"data/dropped_rows": self.data.num_dropped} | self._evaluated(evaluate)
             others = NodeRendezvous(self.folder.nodes).reports() if self.config.cluster.nodes > 1 else []
             peaks = [memory.peak_gb(), *(node.peak_gb for node in others)]
             metrics["memory/peak_rss_gb"], metrics["memory/peak_pss_gb"] = map(max, zip(*peaks, strict=True))
-            metrics |= effective_share.metrics(metrics)
+            metrics |= self.times.end_step(state.step, metrics)
             self.saver.note(state.step, metrics)
-            stepped = time.time()
-            metrics |= self.saver.save(trained, state.step, state.dump(), write=write)
-            trace.record("save", stepped, time.time())
+            with self._saving():
+                metrics |= self.saver.save(trained, state.step, state.dump(), write=write)
             for sink in sinks:
                 sink.write(state.step, metrics)
             trace.record(f"step {state.step}", begin, time.time())
@@ -252,9 +277,24 @@ class RunContext:
     def _save_now(self, trained: TrainedModels, write: Write) -> None:
         """Save a checkpoint of the current step, unless there is one, and wait until it is complete."""
         is_complete = False
-        while not is_complete:
-            self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
-            is_complete = self.saver.finish()
+        with self._saving():
+            while not is_complete:
+                self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
+                is_complete = self.saver.finish()
+
+    def _evaluated(self, evaluate: Evaluate) -> dict[str, float]:
+        """Run the evaluations that are due, record their time in the trace, and return their metrics."""
+        begin = time.time()
+        if metrics := evaluate():
+            Trace(self.folder.logs).record("evaluation", begin, time.time())
+        return metrics
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Record the time of the body in the trace as waiting for a checkpoint."""
+        begin = time.time()
+        yield
+        Trace(self.folder.logs).record(SAVE, begin, time.time())
 
     def export(self, write: Callable[[Path], None]) -> None:
         """Export the model with `write` if run.export is set, else remove an earlier export. Mark the run finished."""

@@ -414,6 +414,22 @@ def test_plan_works_without_heavy_libraries(planned_model: str, tmp_path: Path) 
     assert [line.split()[0] for line in simulated[1:5]] == ["0", "1", "2", "4"]
 
 
+def test_plan_is_compared_with_a_run(planned_model: str, tmp_path: Path) -> None:
+    (logs := tmp_path / "run/logs/attempt_1").mkdir(parents=True)
+    start = {"begin": 0.0, "after_step": 0, "devices": 8, "nodes": 1, "job": "", "restart": 0, "allocated": 0.0}
+    rows = [start, {"begin": 0.0, "end": 30.0, "seconds": {"train": 200.0, "refit": 40.0}, "step": 1}]
+    (logs / "time.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-c", BLOCKED, "plan", "configs/base.yaml", "--gpus", "8xH100-80GB", planned_model]
+    done = subprocess.run(
+        [*command, "data.source=arithmetic", "--run", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    table = done.stdout.partition("goodput: completed steps took 100.0 % of the allocated time")[2].splitlines()
+    [train] = [line.split() for line in table if line.startswith("  train ")]
+    assert train[:4] == ["train", "83.3", "%", "25.00"]
+    assert float(train[4]) > 0
+
+
 def test_plan_emits_a_recipe_with_the_planned_layout(
     capsys: pytest.CaptureFixture[str], planned_model: str, tmp_path: Path
 ) -> None:

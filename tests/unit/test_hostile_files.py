@@ -46,9 +46,9 @@ from megarl.rewards.sample_file import load_samples
 from megarl.run import beginning
 from megarl.run.attempts import Attempts
 from megarl.run.diagnosis.diagnose import find_rollout
-from megarl.run.effective_time import effective_time
 from megarl.run.folder import RunFolder
 from megarl.run.resume import find_checkpoint
+from megarl.run.time_ledger import read_ledger
 from megarl.step.state import PendingPrompt, RunState, saved_state
 from tests.marks import exhaustive_but
 from tests.paths import QUICKSTART
@@ -322,7 +322,7 @@ def read_run(folder: Path, config: Config) -> None:
     read_rollouts(run.rollout_files())
     read_evaluations(run.evaluation_files())
     Attempts(folder).all()
-    effective_time(folder)
+    read_ledger(folder).describe()
     list(read_spans(folder / "logs"))
 
 
@@ -335,6 +335,8 @@ FILES = {
     "launch/attempts/1": {"job": "1", "restart": 0, "allocated": 1.0, "began": 1.0, "saved": 0},
     f"logs/{FILE}": {"process": "a", "task": "b", "begin": 0.0, "end": 1.0},
     f"logs/{EARLIER}": {},
+    "logs/attempt_1/time.jsonl": {"begin": 1.0, "end": 2.0, "seconds": {"train": 1.0}, "step": 1},
+    "launch/prediction.json": {"train": 1.0},
     "checkpoints/latest": {},
 }
 

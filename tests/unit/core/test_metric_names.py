@@ -31,6 +31,7 @@ FORMS = {
     "reward/reward_model_verbatim_frac": 'VERBATIM = "verbatim"',
     "idle/engines": '"engines": self.engines.take_idle_share()',
     "idle/ROLE": "idle/{",
+    "goodput/CAUSE": "goodput/{cause}",
     "memory/ROLE_STATE_offloaded_gb": "}_offloaded_gb",
     **{
         f"{section}/{name}": f"{{section}}/{name}"

@@ -215,6 +215,14 @@ def test_custom_template_is_rendered_and_checked(tmp_path: Path) -> None:
         launch(quickstart, two, keys, *EIGHT)
 
 
+def test_prediction_is_stored_beside_the_recipe(on_h100s: Path, tmp_path: Path) -> None:
+    launch(on_h100s, Request(nodes=2, time="4:00:00"))
+    [file] = tmp_path.glob("**/launch/prediction.json")
+    predicted = json.loads(file.read_text())
+    assert {"rollout", "long_rollouts", "idle_trainers", "train", "idle_engines", "refit"} <= predicted.keys()
+    assert all(seconds > 0 for seconds in predicted.values())
+
+
 def test_gpu_without_a_role_is_rejected(on_h100s: Path) -> None:
     roles = "cluster.roles={actor: 0-3, rollout: 8-15}"
     with pytest.raises(UserError, match=r"cluster\.roles: GPU 4 of 16 has no role"):

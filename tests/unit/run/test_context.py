@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from megarl.run import events
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.context import RunContext
 from megarl.run.lock import run_lock
+from megarl.run.time_ledger import read_ledger
 from tests.paths import BASE
 
 PROMPTS = PromptSet((Prompt("0", "", (1,)),), "hash of the prompts")
@@ -320,3 +322,55 @@ def test_other_warnings_do_not_end_the_run(tmp_path: Path) -> None:
     with prepare(tmp_path, "run.stop_on=[entropy_collapse]", "run.steps=5", "checkpoint.every_steps=null") as context:
         run_constant(context)
     assert context.state.step == 5
+
+
+def phases_of(context: RunContext) -> Callable[[], dict[str, float]]:
+    def step() -> dict[str, float]:
+        with context.stopwatch().phase("train"):
+            time.sleep(0.01)
+        return {}
+
+    return step
+
+
+def test_run_records_where_its_time_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = ("evaluation.sets=[{name: a}]", "evaluation.every_steps=1", "checkpoint.every_steps=1")
+    with prepare(tmp_path, *sets) as context:
+        begin = time.time()
+
+        def evaluate() -> dict[str, float]:
+            time.sleep(0.01)
+            return {"evaluation/x": 1.0}
+
+        context.run(TrainedModels({"actor": Group()}, {"actor": ()}), phases_of(context), evaluate)
+    ledger = read_ledger(tmp_path / "a")
+    causes = {"startup", "train", "driver", "evaluation", "checkpoint", "finish"}
+    assert {cause.partition("/")[0] for cause in ledger.seconds} == causes
+    assert (ledger.num_steps, ledger.is_restart) == (3, False)
+    assert ledger.intervals[-1].end - ledger.intervals[0].begin == pytest.approx(sum(ledger.seconds.values()) / 1)
+    assert ledger.intervals[0].begin < begin < ledger.intervals[-1].end <= time.time()
+    assert "\ngoodput: completed steps took " in capsys.readouterr().out
+    row = json.loads(context.folder.metrics.read_text().splitlines()[-1])
+    assert row["cluster/goodput"] > 0 < row["goodput/evaluation"]
+
+
+@pytest.mark.parametrize(("error", "is_restart"), [(RunFailure("lost"), True), (KeyboardInterrupt(), False)])
+def test_end_of_an_attempt_decides_what_its_next_start_is(
+    tmp_path: Path, fake_interrupts: FakeInterrupts, error: BaseException, is_restart: bool
+) -> None:
+    saves = ("checkpoint.every_steps=1", "checkpoint.background=false")
+    with pytest.raises(type(error)), prepare(tmp_path, *saves) as context:
+        step = phases_of(context)
+
+        def fail() -> dict[str, float]:
+            if context.state.step == 2:
+                raise error
+            return step()
+
+        context.run(TrainedModels({"actor": Group()}, {"actor": ()}), fail)
+    assert read_ledger(tmp_path / "a").seconds["repeated"] > 0
+    with prepare(tmp_path, *saves, "resume=auto") as again:
+        again.run(TrainedModels({"actor": Group()}, {"actor": ()}), phases_of(again))
+    ledger = read_ledger(tmp_path / "a")
+    assert (ledger.is_restart, ledger.num_steps) == (is_restart, 3)
+    assert any(cause.startswith("restart/") for cause in ledger.seconds) == is_restart
