@@ -13,11 +13,12 @@ def install() -> None:
     Scheduler._update_after_schedule = _update_without_padding
 
 
-def _update_without_padding(self: Scheduler, output: SchedulerOutput) -> None:
+def _update_without_padding(self: Scheduler, scheduler_output: SchedulerOutput) -> None:
     """Remove the drafts of requests that join the batch in this step. vLLM appends placeholders to a joining request
     with one token to process, so that all requests of the step have the same length, as its CUDA graphs need. Gated
     delta nets would verify them and start from the state that the slot's previous request left. A seeded sample would
     also depend on whether other requests run."""
+    output = scheduler_output
     joined = {request.req_id for request in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
     for name in joined & output.scheduled_spec_decode_tokens.keys():
         num_drafts = len(output.scheduled_spec_decode_tokens.pop(name))
