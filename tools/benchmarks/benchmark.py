@@ -1,4 +1,4 @@
-"""The command line of a benchmark: its options, processes and JSON result, and the state of the machine."""
+"""The command line of a benchmark: its options, samples, processes and JSON result, and the state of the machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +28,11 @@ sys.path.append(str(ROOT))  # for tests.*, whose models and shapes benchmarks sh
 
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
+from megarl.data.local_batch import LocalBatch
+from megarl.data.packing import Lengths, Packing, schedule
 
 BASE, QUICKSTART = ROOT / "configs" / "base.yaml", ROOT / "configs" / "quickstart.yaml"
 
@@ -72,6 +79,26 @@ def load_config(model: str | Path, settings: Mapping[str, Any]) -> Config:
     """Return the base recipe with a model, and with settings by dotted key."""
     settings = {"model.path": model, "data.source": "arithmetic", **settings}
     return load(BASE, [f"{key}={value}" for key, value in settings.items()])
+
+
+def sample_of(
+    name: str, prompt: Prompt, ids: Sequence[int], mask: Sequence[bool] | None = None, text: str = ""
+) -> Sample:
+    """Return a sample with a log-prob of -1 for each token. mask: whether the policy sampled a token (None: all)."""
+    n = len(ids)
+    return Sample(
+        name, prompt, ids, [-1.0] * n, [True] * n if mask is None else mask, (VersionRun(0, n),), "stop", text
+    )
+
+
+def local_batches(samples: Sequence[Sample], rewards: Sequence[float], packing: Packing) -> list[LocalBatch]:
+    """Return the batch of each data-parallel rank. The loss is a mean over response tokens, without a baseline."""
+    weight = 1 / sum(len(sample.response_ids) for sample in samples)
+    refs = [
+        replace(SampleRef.of(sample, sample), scalar_reward=reward, weight=weight)
+        for sample, reward in zip(samples, rewards, strict=True)
+    ]
+    return [LocalBatch(refs, share) for share in schedule(list(map(Lengths.of, refs)), packing)]
 
 
 def in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -131,6 +158,7 @@ def run_logged(
     """Run commands concurrently, and exit with the end of their log if one fails. Return their seconds, and the
     percentage of the machine's CPU time that other processes used, including other virtual machines on the same
     host."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmark: error: terminated"))
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {"PYTHONPATH": str(ROOT), **environment}
     start, machine_before, own = time.perf_counter(), machine_cpu_seconds(), {}

@@ -36,7 +36,7 @@ BLOCK_BYTES = 64 * 2**20
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.work) as name:
+    with tempfile.TemporaryDirectory(prefix="convert-") as name:
         return measure_in(Path(name), SIZES[arguments.size])
 
 
@@ -54,10 +54,10 @@ def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
         ("megatron-to-hf --no-verify", [*to_hf, "--no-verify"], checkpoint, work / "new"),
     ):
         plain = plain_copy(source, work / "copy")
-        costs = run([*command, "--out", out], source)
+        drop_from_page_cache(source)
+        costs, _ = run_megarl("convert", *command, "--out", out)
         floor = plain["read_seconds"] + plain["write_seconds"]
-        print(f"{name}: {costs}, {floor:.1f} s plain", flush=True)
-        runs[name] = {**costs, **plain, "ratio": costs["seconds"] / floor}
+        runs[name] = {**costs, "peak_gb": costs["anonymous_peak_gb"], **plain, "ratio": costs["seconds"] / floor}
         if name == "megatron-to-hf" and not same_weights(folder, out):
             raise RuntimeError("the round trip changed the weights")
         shutil.rmtree(work / "new", ignore_errors=True)
@@ -101,13 +101,6 @@ def plain_copy(source: Path, copy: Path) -> dict[str, float]:
     return {"read_seconds": read, "write_seconds": written, "plain_cpu_seconds": time.process_time() - start_cpu}
 
 
-def run(command: list[Any], source: Path) -> dict[str, float]:
-    """Run the command on files that are not in the page cache."""
-    drop_from_page_cache(source)
-    costs, _ = run_megarl("convert", *command)
-    return {name: costs[name] for name in ("seconds", "cpu_seconds")} | {"peak_gb": costs["anonymous_peak_gb"]}
-
-
 def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -142,5 +135,4 @@ if __name__ == "__main__":
         __doc__,
         measure,
         option("--size", choices=SIZES, default="3B"),
-        option("--work", type=Path, help="directory for 20 GB of temporary files"),
     )

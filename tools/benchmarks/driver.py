@@ -33,9 +33,8 @@ import megarl.cluster  # noqa: F401  configures Ray's authentication, which Ray 
 import numpy as np
 import ray
 import torch
-from benchmark import load_config, option, run_benchmark
+from benchmark import load_config, option, run_benchmark, sample_of
 from ray import cloudpickle
-from samples import sample_of
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.engines import EngineGroup

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -21,7 +20,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from benchmark import in_new_process, load_config, option, run_benchmark
+from benchmark import in_new_process, load_config, run_benchmark
 from diffusers import ZImageTransformer2DModel
 from training_case import peak_rss_bytes, timed
 from training_step import RETURN_FREED_MEMORY
@@ -58,6 +57,9 @@ CAPTIONS: dict[str, Callable[[random.Random], float]] = {
 
 NOISE_LEVEL, GUIDANCE, CLIP, LEARNING_RATE = 0.7, 4.0, 1e-3, 1e-5
 REWARDS = (1.0, 0.0)
+IMAGES, TOKENS, BATCHES, TIMES = 8, 4096, (4, 8), 3
+"""Images of a step, each with two trained denoising steps; tokens of megarl's microbatches; images in a batch of the
+plain loops; and processes that measure each side."""
 DENOISING = Denoising(
     height=LATENTS * PIXELS_PER_LATENT,
     width=LATENTS * PIXELS_PER_LATENT,
@@ -75,35 +77,29 @@ class Case:
 
     Attributes:
         batch: number of images, or of denoising steps, in a forward pass of the plain loops; each has two branches.
-        budget: megarl's tokens_per_microbatch.
-        times: number of processes that measure it.
     """
 
     folder: Path
     captions: list[str]
     batch: int
-    budget: int
-    times: int
 
 
 Work = Callable[[], object]
 """What is measured."""
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(_: object) -> dict[str, Any]:
     cases = {}
     with tempfile.TemporaryDirectory(prefix="flow-") as name:
         folder = write_tiny_image_model(Path(name), **TRANSFORMER)
         for title, length in CAPTIONS.items():
             source = random.Random(0)
-            captions = ["a" * round(length(source)) for _ in range(arguments.images)]
-            case = Case(folder, captions, 0, arguments.tokens, arguments.times)
-            cases[title] = compare(case, arguments.batch)
-    about = {"transformer": TRANSFORMER, "images": arguments.images, "environment_for_memory": RETURN_FREED_MEMORY}
+            cases[title] = compare(Case(folder, ["a" * round(length(source)) for _ in range(IMAGES)], 0))
+    about = {"transformer": TRANSFORMER, "images": IMAGES, "environment_for_memory": RETURN_FREED_MEMORY}
     return about | {"cases": cases}
 
 
-def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
+def compare(case: Case) -> dict[str, Any]:
     """Measure each side in processes of its own, alternately, because the machine's speed drifts, and its memory in
     another one, because returning freed memory is slow. The fastest batch of the plain loops counts."""
     samples = in_new_process(sampled, case)
@@ -111,9 +107,9 @@ def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
     # An update needs the transformer's weights, their gradients and Adam's state.
     state_bytes = {"rollout": weight_bytes(case.folder), "update": 4 * weight_bytes(case.folder / "transformer")}
     for what, own, plain in (("rollout", rollout, plain_rollout), ("update", update, plain_update)):
-        sides = [(own, case), *((plain, replace(case, batch=size)) for size in batches)]
+        sides = [(own, case), *((plain, replace(case, batch=size)) for size in BATCHES)]
         seconds: list[list[float]] = [[] for _ in sides]
-        for _ in range(case.times):
+        for _ in range(TIMES):
             for times, (prepare, part) in zip(seconds, sides, strict=True):
                 times.append(in_new_process(speed, prepare, part, samples))
         measured = [{"seconds": times, "batch": part.batch} for times, (_, part) in zip(seconds, sides, strict=True)]
@@ -206,7 +202,7 @@ def update(case: Case, samples: Sequence[LatentSample]) -> Work:
     settings = {
         "model.dtype": "float32",
         "actor.optimizer.lr": LEARNING_RATE,
-        "actor.tokens_per_microbatch": case.budget,
+        "actor.tokens_per_microbatch": TOKENS,
         "rollout.engine": "diffusers",
         "rollout.denoising.guidance": GUIDANCE,
         "rollout.denoising.num_steps": DENOISING.num_steps,
@@ -270,11 +266,4 @@ def velocity(
 
 
 if __name__ == "__main__":
-    run_benchmark(
-        __doc__,
-        measure,
-        option("--images", type=int, default=16, help="images of a step, each with two trained steps (%(default)s)"),
-        option("--times", type=int, default=3, help="processes that measure each side (%(default)s)"),
-        option("--tokens", type=int, default=4096, help="megarl's tokens per microbatch (%(default)s)"),
-        option("--batch", type=int, nargs="+", default=[4, 8], help="images in a batch of the plain loops (4 8)"),
-    )
+    run_benchmark(__doc__, measure)

@@ -6,7 +6,6 @@ learning rates.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -31,10 +30,12 @@ from megarl.megatron.model.build import named_parameters
 from megarl.megatron.optimizer import parts_of
 from megarl.megatron.workers.actor import ActorWorker
 from tests.tiny_model import tiny_tokenizer
-from tools.benchmarks.benchmark import load_config, option, run_benchmark
-from tools.benchmarks.samples import local_batches, sample_of
+from tools.benchmarks.benchmark import load_config, local_batches, run_benchmark, sample_of
 
 RATES = (1e-5, 1e-6)
+SEEDS, UPDATES, FIRST_UPDATES = 5, 50, 250
+"""Number of models and languages, of updates per curve, and of updates that train the initial model."""
+HIDDEN, LAYERS = 256, 3
 TOKENS, FIRST = 64, 8
 """Number of tokens of the language, and the first id, after the tokenizer's special tokens."""
 KEYS, LENGTH, SAMPLES = 4, 32, 16
@@ -70,17 +71,17 @@ class Language:
         return [self.sequence(shares) for _ in range(size)]
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(_: object) -> dict[str, Any]:
     """Return for each learning rate and option: the final improvement of each seed over the initial model, in nats per
     token on the same samples; and the mean share of elements that an update changes."""
     torch.set_num_threads(1)
     runs = [{"lr": rate, "option": option, "learned": [], "changed_shares": []} for rate in RATES for option in OPTIONS]
-    sizes, medians = (arguments.first_updates, arguments.hidden, arguments.layers), []
-    for seed in range(arguments.seeds):
+    medians = []
+    for seed in range(SEEDS):
         language = Language(seed)
         with tempfile.TemporaryDirectory() as folder:
-            medians.append(write_model(Path(folder), language, *sizes, seed))
-            batches = [language.batch(NEW) for _ in range(arguments.updates)]
+            medians.append(write_model(Path(folder), language, FIRST_UPDATES, HIDDEN, LAYERS, seed))
+            batches = [language.batch(NEW) for _ in range(UPDATES)]
             before = losses_of(Path(folder), batches)
             for run in runs:
                 losses, changed = train(run["option"], Path(folder), batches, run["lr"], seed)
@@ -90,8 +91,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 print(f"seed {seed}, {run['lr']:g}, {run['option']}: {run['learned'][-1]:.5f}", flush=True)
     for run in runs:
         run["changed_share"] = mean(run.pop("changed_shares"))
-    size = {"hidden": arguments.hidden, "layers": arguments.layers, "median_weight": mean(medians)}
-    return {"model": size, "updates": arguments.updates, "seeds": arguments.seeds, "tail": TAIL, "runs": runs}
+    size = {"hidden": HIDDEN, "layers": LAYERS, "median_weight": mean(medians)}
+    return {"model": size, "updates": UPDATES, "seeds": SEEDS, "tail": TAIL, "runs": runs}
 
 
 def write_model(folder: Path, language: Language, updates: int, hidden: int, layers: int, seed: int) -> float:
@@ -246,12 +247,4 @@ def stochastically_rounded(values: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    run_benchmark(
-        __doc__,
-        measure,
-        option("--seeds", type=int, default=5, help="models and languages (%(default)s)"),
-        option("--updates", type=int, default=50, help="updates per curve (%(default)s)"),
-        option("--first-updates", type=int, default=250, help="updates that train the initial model (%(default)s)"),
-        option("--hidden", type=int, default=256, help="hidden size of the model (%(default)s)"),
-        option("--layers", type=int, default=3, help="layers of the model (%(default)s)"),
-    )
+    run_benchmark(__doc__, measure)
