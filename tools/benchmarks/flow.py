@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -88,13 +87,11 @@ Work = Callable[[], object]
 """What is measured."""
 
 
-def measure(_: object) -> dict[str, Any]:
-    cases = {}
-    with tempfile.TemporaryDirectory(prefix="flow-") as name:
-        folder = write_tiny_image_model(Path(name), **TRANSFORMER)
-        for title, length in CAPTIONS.items():
-            source = random.Random(0)
-            cases[title] = compare(Case(folder, ["a" * round(length(source)) for _ in range(IMAGES)], 0))
+def measure(_: object, work: Path) -> dict[str, Any]:
+    folder, cases = write_tiny_image_model(work, **TRANSFORMER), {}
+    for title, length in CAPTIONS.items():
+        source = random.Random(0)
+        cases[title] = compare(Case(folder, ["a" * round(length(source)) for _ in range(IMAGES)], 0))
     about = {"transformer": TRANSFORMER, "images": IMAGES, "environment_for_memory": RETURN_FREED_MEMORY}
     return about | {"cases": cases}
 
@@ -108,16 +105,15 @@ def compare(case: Case) -> dict[str, Any]:
     state_bytes = {"rollout": weight_bytes(case.folder), "update": 4 * weight_bytes(case.folder / "transformer")}
     for what, own, plain in (("rollout", rollout, plain_rollout), ("update", update, plain_update)):
         sides = [(own, case), *((plain, replace(case, batch=size)) for size in BATCHES)]
-        seconds: list[list[float]] = [[] for _ in sides]
+        runs: list[dict[str, Any]] = [{"seconds": [], "batch": part.batch} for _, part in sides]
         for _ in range(TIMES):
-            for times, (prepare, part) in zip(seconds, sides, strict=True):
-                times.append(in_new_process(speed, prepare, part, samples))
-        measured = [{"seconds": times, "batch": part.batch} for times, (_, part) in zip(seconds, sides, strict=True)]
-        megarl, *others = measured
+            for side, (prepare, part) in zip(runs, sides, strict=True):
+                side["seconds"].append(in_new_process(measured, prepare, part, samples)[0])
+        megarl, *others = runs
         others.sort(key=lambda side: median(side["seconds"]))
         os.environ |= RETURN_FREED_MEMORY
         for side, prepare in ((megarl, own), (others[0], plain)):
-            peak = in_new_process(memory, prepare, replace(case, batch=side["batch"]), samples)
+            _, peak = in_new_process(measured, prepare, replace(case, batch=side["batch"]), samples)
             side["bytes_above_state"] = peak - state_bytes[what]
         for name in RETURN_FREED_MEMORY:
             del os.environ[name]
@@ -134,22 +130,14 @@ def compare(case: Case) -> dict[str, Any]:
 Prepare = Callable[["Case", Sequence[LatentSample]], Work]
 
 
-def speed(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> float:
-    """Return the seconds of the faster of two calls after a warm-up."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    work = prepare(case, samples)
-    work()  # fills caches and memory pools
-    return min(timed(work, 2))
-
-
-def memory(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> int:
-    """Return the peak resident memory minus the memory before the model is built, in bytes."""
+def measured(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> tuple[float, int]:
+    """Return the seconds of the faster of two calls after a warm-up, and the peak resident memory minus the memory
+    before the model is built, in bytes."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     before = psutil.Process().memory_info().rss
     work = prepare(case, samples)
-    for _ in range(2):
-        work()
-    return peak_rss_bytes() - before
+    work()  # fills caches and memory pools
+    return min(timed(work, 2)), peak_rss_bytes() - before
 
 
 def weight_bytes(folder: Path) -> int:

@@ -116,16 +116,8 @@ def closed_form(case: Case, config: Config, rank: int, batches: Sequence[LocalBa
     tokens = max(sum(s.num_tokens for s in members) for members in of_microbatch)
     rows = max(sum(len(s.response_ids) for s in members) for members in of_microbatch)
     num_bytes = 4 if case.dtype == "float32" else 2
-    memory = rank_memory(
-        case.hf_config,
-        config.actor.layout,
-        rank,
-        num_bytes,
-        tokens,
-        rows,
-        len(batches[0].microbatches),
-        config.actor.recompute,
-    )
+    layout, count = config.actor.layout, len(batches[0].microbatches)
+    memory = rank_memory(case.hf_config, layout, rank, num_bytes, tokens, rows, count, config.actor.recompute)
     return {name: getattr(memory, name) for name in (*memory.__slots__, "total")}
 
 

@@ -12,14 +12,13 @@ import json
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmark import QUICKSTART, option, read_metrics, run_benchmark, run_logged, train
+from benchmark import QUICKSTART, read_metrics, run_benchmark, run_logged, train
 
 from megarl.config.load import load
 from megarl.models.folder import resolve
@@ -47,15 +46,15 @@ SEPARATE = (
 """Keys for one core each for engine and trainer."""
 
 
-def against_trl(steps: int, work: Path) -> dict[str, Any]:
+def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     resolve(load(QUICKSTART).model.path)  # a first conversion of the model would count as start-up
     python = build_environment(work / "environment")
-    lines, conditions = train(work, QUICKSTART, f"run.steps={steps}")
+    lines, conditions = train(work, QUICKSTART, f"run.steps={arguments.steps}")
     manifest = json.loads((work / "run" / "manifest.json").read_text(encoding="utf-8"))
     megarl = {"versions": manifest["versions"], "git": manifest["git"], **conditions, **summary(lines)}
     folder = work / "trl"
     folder.mkdir()
-    command = [str(python), str(Path(__file__).with_name("trl_side.py")), str(folder), str(steps)]
+    command = [str(python), str(Path(__file__).with_name("trl_side.py")), str(folder), str(arguments.steps)]
     conditions = run_logged(command, log=folder / "log")
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     trl = {**facts, **conditions, **summary(read_metrics(folder))}
@@ -80,37 +79,28 @@ def build_environment(folder: Path) -> Path:
 
 
 def summary(lines: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return all steps, and medians that exclude the first step, which warms up caches and memory pools."""
-    steps = [_step(line) for line in lines]
+    """Return medians that exclude the first step, which warms up caches and memory pools."""
+    tokens = [line["throughput/tokens_per_second"] * line["time/step"] for line in lines]
+    times = {name: [line[f"time/{name}"] for line in lines] for name in TIMES if f"time/{name}" in lines[0]}
     return {
-        "median_seconds": {name: median(step["seconds"][name] for step in steps[1:]) for name in steps[0]["seconds"]},
-        "median_tokens": median(step["tokens"] for step in steps[1:]),
-        "peak_pss_gb": steps[-1]["peak_pss_gb"],
-        "steps": steps,
+        "median_seconds": {name: median(seconds[1:]) for name, seconds in times.items()},
+        "median_tokens": median(tokens[1:]),
+        "peak_pss_gb": lines[-1]["memory/peak_pss_gb"],
+        "seconds": times,
     }
 
 
-def _step(metrics: Mapping[str, float]) -> dict[str, Any]:
-    return {
-        "seconds": {name: metrics[f"time/{name}"] for name in TIMES if f"time/{name}" in metrics},
-        "reward": metrics["reward/mean"],
-        "tokens": round(metrics["throughput/tokens_per_second"] * metrics["time/step"]),
-        "response_length_mean": metrics["response/length_mean"],
-        "peak_pss_gb": metrics["memory/peak_pss_gb"],
-    }
-
-
-def ahead_of_training(steps: int, work: Path) -> dict[str, Any]:
+def ahead_of_training(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     runs = {}
     for max_staleness in (0, 1):
         folder = work / str(max_staleness)
         folder.mkdir()
-        keys = (*SEPARATE, f"run.steps={LEFT_OUT + steps}", f"rollout.max_staleness={max_staleness}")
+        keys = (*SEPARATE, f"run.steps={LEFT_OUT + arguments.steps}", f"rollout.max_staleness={max_staleness}")
         lines, conditions = train(folder, QUICKSTART, *keys)
         runs[str(max_staleness)] = conditions | means(lines[LEFT_OUT:])
     return {
         "cpu_percent_elsewhere": max(run["cpu_percent_elsewhere"] for run in runs.values()),
-        "steps": steps,
+        "steps": arguments.steps,
         "runs": runs,
         "gain": runs["1"]["tokens_per_second"] / runs["0"]["tokens_per_second"],
     }
@@ -130,15 +120,6 @@ def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 MEASUREMENTS = {"trl": against_trl, "staleness": ahead_of_training}
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="quickstart-") as name:
-        return MEASUREMENTS[arguments.what](arguments.steps, Path(name))
-
-
 if __name__ == "__main__":
-    run_benchmark(
-        __doc__,
-        measure,
-        option("what", choices=MEASUREMENTS),
-        option("--steps", type=int, default=5, help="steps of each run, at least 2 (%(default)s)"),
-    )
+    steps = ("--steps", dict(type=int, default=5, help="steps of each run, at least 2 (%(default)s)"))
+    run_benchmark(__doc__, MEASUREMENTS, steps)

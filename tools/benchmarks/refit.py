@@ -253,15 +253,10 @@ class Engine:
         return time.perf_counter() - start
 
     def wipe(self) -> None:
-        self._engine._llm.apply_model(_wipe)
+        self._engine._llm.apply_model(lambda model: [p.data.fill_(float("nan")) for p in model.parameters()])
 
     def checksums(self) -> list[dict[str, str]]:
         return self._engine.checksums()
-
-
-def _wipe(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
 
 
 class Sides:
@@ -328,7 +323,7 @@ def results(calls: Sequence[Future]) -> list[Any]:
     return [call.result(DEADLINE_S) for call in calls]
 
 
-def measure(_: object) -> dict[str, Any]:
+def measure(*_: object) -> dict[str, Any]:
     case = Case()
     with tempfile.TemporaryDirectory(prefix="refit-", dir="/tmp") as name:
         os.environ["TMPDIR"] = tempfile.tempdir = name

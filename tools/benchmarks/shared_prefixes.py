@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ BUDGET, UPDATES = 4096, 3
 """Tokens of a microbatch, and measured updates of each kind."""
 
 
-def measure(folder: Path) -> dict[str, dict[str, Any]]:
+def measure(_: object, work: Path) -> dict[str, Any]:
     """Return, by case, the seconds of each update and the number of computed tokens, with and without sharing."""
     settings = {
         "model.dtype": "float32",
@@ -41,14 +40,13 @@ def measure(folder: Path) -> dict[str, dict[str, Any]]:
         "rollout.context_length": 2048,
         "rollout.max_new_tokens": 1024,
     }
-    config = load_config(folder, settings)
-    with tempfile.TemporaryDirectory() as store:
-        file = dist.FileStore(str(Path(store) / "store"), 1)
-        worker = ActorWorker(config, folder, 0, file, threads=len(os.sched_getaffinity(0)))
-        try:
-            return {name: compare(worker, make(random.Random(0))) for name, make in CASES.items()}
-        finally:
-            parallel.destroy()
+    folder, file = resolve(MODEL), dist.FileStore(str(work / "store"), 1)
+    worker = ActorWorker(load_config(folder, settings), folder, 0, file, threads=len(os.sched_getaffinity(0)))
+    try:
+        cases = {name: compare(worker, make(random.Random(0))) for name, make in CASES.items()}
+    finally:
+        parallel.destroy()
+    return {"model": MODEL, "tokens_per_microbatch": BUDGET, "cases": cases}
 
 
 def compare(worker: ActorWorker, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -113,5 +111,4 @@ def _sample(name: str, prompt: Prompt, parts: Sequence[tuple[list[int], bool]]) 
 
 
 if __name__ == "__main__":
-    about = {"model": MODEL, "tokens_per_microbatch": BUDGET}
-    run_benchmark(__doc__, lambda _: about | {"cases": measure(resolve(MODEL))})
+    run_benchmark(__doc__, measure)

@@ -1,5 +1,5 @@
 """Measure megarl's training step: against transformers and TRL, packed against padded samples, memory against its
-closed form, and the time that a checkpoint blocks training.
+closed form, the time that a checkpoint blocks training, and the tiled head against full logits.
 
 .venv/bin/python tools/benchmarks/training_step.py equal --out tools/benchmarks/results/step_equal.json
 """
@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -20,21 +19,17 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from benchmark import in_new_process, option, run_benchmark, run_logged
+from benchmark import in_new_process, run_benchmark, run_logged
 from quickstart import build_environment
-from training_case import SHAPES, Case, Ids, equal_lengths, mixed_lengths, padded, timed
+from training_case import SHAPES, Case, Ids, equal_lengths, mixed_lengths, padded, peak_rss_bytes, timed
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """Makes glibc return freed memory, so that resident memory is close to the memory in use."""
 
 LAYOUTS = {"1 process": {}, "PP2": {"pp": 2}, "DP2": {"dp": 2}}
-
-
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="training-step-") as name:
-        figures = MEASUREMENTS[arguments.what](arguments, Path(name))
-    return {"what": arguments.what, "shape": arguments.shape, **figures}
 
 
 def against_transformers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -110,6 +105,49 @@ def saving_against_copy(arguments: argparse.Namespace, work: Path) -> dict[str, 
     return {"layouts": layouts}
 
 
+def tiled_against_full_logits(arguments: argparse.Namespace, _: Path) -> dict[str, Any]:
+    """Compare the head's forward and backward pass with full logits, on as many rows as an update has tokens."""
+    hf_config = SHAPES[arguments.shape]
+    vocabulary, hidden, tokens = hf_config["vocab_size"], hf_config["hidden_size"], case_of(arguments).num_tokens
+    plain, tiled = (
+        in_new_process(head_side, is_tiled, vocabulary, hidden, tokens, arguments.updates) for is_tiled in (False, True)
+    )
+    return {
+        **dict(vocabulary=vocabulary, hidden=hidden, tokens=tokens, dtype="float32"),
+        "ratio_of_seconds": tiled["median_seconds"] / plain["median_seconds"],
+        "share_of_logits": {"tiled": tiled["extra_bytes"] / (tokens * vocabulary * 4)},
+        "plain": plain,
+        "tiled": tiled,
+    }
+
+
+def head_side(is_tiled: bool, vocabulary: int, hidden_size: int, num_tokens: int, repeats: int) -> dict[str, Any]:
+    """Measure one side with all cores. The peak memory is that of the first pass, including the libraries' setup; that
+    pass is not timed."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator, requires_grad=True)
+    weight = torch.empty(vocabulary, hidden_size).normal_(std=hidden_size**-0.5, generator=generator).requires_grad_()
+    targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
+    gradients = torch.randn(num_tokens, 2, generator=generator)
+    before = peak_rss_bytes()
+    if is_tiled:
+        weight.main_grad = torch.ones(weight.shape).zero_()  # commits its memory
+
+    def forward_backward() -> None:
+        hidden.grad = weight.grad = None
+        if is_tiled:
+            scored = log_prob_and_entropy(hidden, weight, targets, 1.0, vocabulary)
+        else:
+            scored = torch.stack(plain_log_prob_and_entropy(hidden, weight, targets, 1.0, vocabulary), -1)
+        (scored * gradients).sum().backward()
+
+    forward_backward()
+    extra_bytes = peak_rss_bytes() - before - 4 * (hidden.numel() + weight.numel())
+    seconds = timed(forward_backward, repeats)
+    return {"median_seconds": median(seconds), "seconds": seconds, "extra_bytes": extra_bytes}
+
+
 MEASUREMENTS = {
     "equal": against_transformers,
     "mixed": against_transformers,
@@ -117,6 +155,7 @@ MEASUREMENTS = {
     "padded": packed_against_padded,
     "memory": memory_against_closed_form,
     "saving": saving_against_copy,
+    "head": tiled_against_full_logits,
 }
 
 
@@ -202,15 +241,14 @@ def loss(model: torch.nn.Module, members: Sequence[Ids], sign: float, num_rows: 
 if __name__ == "__main__":
     run_benchmark(
         __doc__,
-        measure,
-        option("what", choices=MEASUREMENTS),
-        option("--shape", choices=SHAPES, default="smollm2-135m"),
-        option("--updates", type=int, default=2, help="updates of each side after a warm-up (%(default)s)"),
-        option("--samples", type=int, default=32, help="samples of an update (%(default)s)"),
-        option("--prompt", type=int, default=96, help="tokens of a prompt (%(default)s)"),
-        option("--response", type=int, default=32, help="tokens of a response, at equal lengths (%(default)s)"),
-        option("--longest-response", type=int, default=384, help="tokens, at mixed lengths (%(default)s)"),
-        option("--tokens-per-microbatch", type=int, default=1024, help="megarl's microbatch (%(default)s)"),
-        option("--saves", type=int, default=3, help="checkpoints; the result is the median (%(default)s)"),
-        option("--other-microbatch", type=int, default=8, help="samples, in transformers and TRL (%(default)s)"),
+        MEASUREMENTS,
+        ("--shape", dict(choices=SHAPES, default="smollm2-135m")),
+        ("--updates", dict(type=int, default=2, help="updates of each side after a warm-up (%(default)s)")),
+        ("--samples", dict(type=int, default=32, help="samples of an update (%(default)s)")),
+        ("--prompt", dict(type=int, default=96, help="tokens of a prompt (%(default)s)")),
+        ("--response", dict(type=int, default=32, help="tokens of a response, at equal lengths (%(default)s)")),
+        ("--longest-response", dict(type=int, default=384, help="tokens, at mixed lengths (%(default)s)")),
+        ("--tokens-per-microbatch", dict(type=int, default=1024, help="megarl's microbatch (%(default)s)")),
+        ("--saves", dict(type=int, default=3, help="checkpoints; the result is the median (%(default)s)")),
+        ("--other-microbatch", dict(type=int, default=8, help="samples, in transformers and TRL (%(default)s)")),
     )

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import psutil
@@ -57,14 +56,10 @@ class Recorder(TrainerCallback):
     def __init__(self, path: Path) -> None:
         self.watch, self._memory = Stopwatch(), MemorySampler()
         self._path, self._num_tokens = path, 0
-        self._step: dict[str, float] = {}
 
-    def reward(self, prompts: Any, completions: Any, completion_ids: Any, answer: Any, **_: Any) -> list[float]:
-        """Return the recipe's reward of each completion; TRL calls this once per step."""
-        rewards = [float(numeric_match(*triple)) for triple in zip(prompts, completions, answer, strict=True)]
-        self._step["reward/mean"] = fmean(rewards)
-        self._step["response/length_mean"] = fmean(map(len, completion_ids))
-        return rewards
+    def reward(self, prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
+        """Return the recipe's reward of each completion."""
+        return [float(numeric_match(*triple)) for triple in zip(prompts, completions, answer, strict=True)]
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.watch = Stopwatch()
@@ -74,7 +69,7 @@ class Recorder(TrainerCallback):
         times["time/train"] = times["time/step"] - times["time/rollout"] - times["time/reward"]
         num_tokens, self._num_tokens = state.num_input_tokens_seen - self._num_tokens, state.num_input_tokens_seen
         speed = {"throughput/tokens_per_second": num_tokens / times["time/step"]}
-        line = {"step": state.global_step, **self._step, **times, **speed}
+        line = {"step": state.global_step, **times, **speed}
         with self._path.open("a", encoding="utf-8") as file:
             print(json.dumps(line | {"memory/peak_pss_gb": self._memory.peak_gb()[1]}), file=file)
 
