@@ -59,7 +59,7 @@ def test_shared_prefix_updates_meet_their_target():
     # One prompt with a response per sample; and one prompt with five parts per rollout and a branch.
     tokens = dict(zip(recorded, [512 + 8 * 128, 256 + 4 * 5 * 64 + 64], strict=True))
     for name, case in recorded.items():
-        samples = shared_prefixes.CASES[name](1.0, random.Random(0))
+        samples = shared_prefixes.CASES[name](random.Random(0))
         assert len(samples) == case["samples"]
         apart = sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
         assert case["tokens"] == {"shared": tokens[name], "apart": apart}
