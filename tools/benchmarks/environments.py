@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,23 +146,21 @@ def drive(
 ) -> dict[str, Any]:
     listener = Listener.remote()
     [engine], [maker] = engines.actors.values(), environments._actors.values()
-    ray.get(engine.call.remote(lambda worker: worker.hold(1)))
+    inside(engine, lambda actor: actor._worker.hold(1))
     environments.generate(groups[:1], listener).result()
-    ray.get(engine.call.remote(watch))
-    pid = ray.get(maker.call.remote(lambda _: os.getpid())).value
-    beside = psutil.Process(pid)
+    inside(engine, lambda actor: watch(actor._worker))
+    beside = psutil.Process(inside(maker, lambda _: os.getpid()))
     hosts = [child for child in beside.children(recursive=True) if "megarl.environments.host" in child.cmdline()]
     assert len(hosts) == PROCESSES
 
     def cpu_seconds() -> np.ndarray:
-        of_engine = ray.get(engine.call.remote(lambda _: time.process_time())).value
-        return np.array([_cpu_seconds([beside]), _cpu_seconds(hosts), of_engine])
+        return np.array([_cpu_seconds([beside]), _cpu_seconds(hosts), inside(engine, lambda _: time.process_time())])
 
     before, begin = cpu_seconds(), time.perf_counter()
     rollouts: list[list[SampleRef]] = environments.generate(groups[1:], listener).result()
     seconds = time.perf_counter() - begin
     rollouts_s, hosts_s, engine_s = map(float, cpu_seconds() - before)
-    steps = ray.get(engine.call.remote(lambda worker: worker.seconds)).value
+    steps = inside(engine, lambda actor: actor._worker.seconds)
     infos = [sample.rollout for group in rollouts for sample in group]
     assert all(info.stop_reason != "failed" for info in infos), "a rollout failed"
     engine_s -= steps["cpu"]
@@ -179,6 +177,11 @@ def drive(
         "cached_share_of_later_prompts": round(sum(info.num_cached_tokens for info in infos) / later, 4),
         "mean_later_prompt_tokens": round(later / (num_turns - len(infos))),
     }
+
+
+def inside(actor: Any, function: Callable[[Any], Any]) -> Any:
+    """Call a function with the actor in its process."""
+    return ray.get(actor.__ray_call__.remote(function))
 
 
 def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
