@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import megarl
-from megarl import convert
+from megarl.api import convert
 from megarl.core.collector import imports
 from megarl.core.command_group import CommandGroup
 from megarl.core.errors import RunFailure, UserError, missing_module, print_error

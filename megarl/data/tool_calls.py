@@ -1,4 +1,4 @@
-"""Tool calls that a policy writes in a turn."""
+"""Tool calls that a policy writes in a turn, and the pieces of text that parsers find them in."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ class MalformedCall:
 
     text: str
     reason: str
+
+
+Call = ToolCall | MalformedCall
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tag and the text up to the next tag. The first piece of a turn has an empty tag."""
+
+    tag: str
+    text: str

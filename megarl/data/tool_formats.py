@@ -15,23 +15,14 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
-from megarl.core.files import MAX_DEPTH, is_deeper
-from megarl.data.tool_calls import MAX_CALLS, MalformedCall, ToolCall
-from megarl.data.tool_schema import argument_types, types_of
-from megarl.models.tokenizer import UNDECODED, decode
+from megarl.data import harmony
+from megarl.data.call_json import call_of, json_calls, json_sequence, json_value, named_call
+from megarl.data.tool_calls import MAX_CALLS, Call, MalformedCall, Piece
+from megarl.data.tool_schema import argument_types
+from megarl.models.tokenizer import decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Call = ToolCall | MalformedCall
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A tag and the text up to the next tag. The first piece of a turn has an empty tag."""
-
-    tag: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +89,7 @@ class CallReader:
             return call
         types = self._types.get(call.name, {})
         return replace(
-            call, arguments={key: _value(v, types.get(key, frozenset())) for key, v in call.arguments.items()}
+            call, arguments={key: json_value(v, types.get(key, frozenset())) for key, v in call.arguments.items()}
         )
 
     def _pieces(self, token_ids: list[int]) -> list[Piece]:
@@ -123,7 +114,7 @@ def read_hermes(turn: Sequence[Piece], lists: bool = False) -> Iterator[Call]:
     tag is optional, since a turn may end with the call. With `lists`, also accept a list of calls between the tags."""
     for piece in turn:
         if piece.tag == "<tool_call>":
-            yield from _calls_of(piece.text, lists)
+            yield from json_calls(piece.text, lists)
 
 
 def read_llama3(turn: Sequence[Piece]) -> Iterator[Call]:
@@ -132,7 +123,7 @@ def read_llama3(turn: Sequence[Piece]) -> Iterator[Call]:
     for piece in turn:
         text = piece.text.strip()
         if piece.tag == "<|python_tag|>" or re.match(r'\{\s*"name"', text):
-            yield from _sequence(text)
+            yield from json_sequence(text)
 
 
 def read_mistral(turn: Sequence[Piece]) -> Iterator[Call]:
@@ -142,7 +133,7 @@ def read_mistral(turn: Sequence[Piece]) -> Iterator[Call]:
             continue
         text = piece.text.strip()
         if text.startswith(("[", "{")):
-            yield from _calls_of(text, lists=True)
+            yield from json_calls(text, lists=True)
             continue
         fields = {}
         for follower in turn[place + 1 :]:
@@ -150,10 +141,10 @@ def read_mistral(turn: Sequence[Piece]) -> Iterator[Call]:
                 break
             fields[follower.tag] = follower.text.strip()
         if "[ARGS]" in fields:
-            yield _named(text, fields["[ARGS]"], fields.get("[CALL_ID]", ""))
+            yield named_call(text, fields["[ARGS]"], fields.get("[CALL_ID]", ""))
         else:
             name, brace, arguments = text.partition("{")
-            yield _named(name.strip(), brace + arguments)
+            yield named_call(name.strip(), brace + arguments)
 
 
 DEEPSEEK_TAGS = (
@@ -167,9 +158,19 @@ def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
     before the tag and plain JSON after it."""
 
     def read(name: str, text: str) -> Call:
-        return _named(*(_block(text) or (name, text)))
+        return named_call(*(_block(text) or (name, text)))
 
     return _read_separated(turn, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", read)
+
+
+def _block(text: str) -> tuple[str, str] | None:
+    """Return the name on the first line and the JSON in the code block that follows, or None if there is no block."""
+    before, fence, after = text.partition("```")
+    name, after = before.strip(), after.removeprefix("json")
+    indent = after[: len(after) - len(after.lstrip())]
+    if not fence or "\n" in name or "\n" not in indent:
+        return None
+    return name, after.strip().removesuffix("```")
 
 
 def _read_separated(
@@ -198,7 +199,7 @@ def read_kimi(turn: Sequence[Piece]) -> Iterator[Call]:
     the text before the arguments."""
 
     def read(number: str, text: str) -> Call:
-        return _named(number.removeprefix("functions.").partition(":")[0], text, number)
+        return named_call(number.removeprefix("functions.").partition(":")[0], text, number)
 
     return _read_separated(turn, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", read)
 
@@ -232,7 +233,7 @@ def _function(text: str) -> Call:
             text,
             "<function=NAME> must be followed by <parameter=KEY>VALUE</parameter> for each argument and </function>",
         )
-    return _call({"name": opening[1].strip(), "arguments": arguments}, text)
+    return call_of({"name": opening[1].strip(), "arguments": arguments}, text)
 
 
 GLM_TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -260,79 +261,7 @@ def _keys_and_values(name: str, parts: Sequence[Piece], is_closed: bool) -> Call
     if not is_closed:
         return MalformedCall(text, "missing </tool_call>")
     arguments = {key.text.strip(): value.text for key, value in zip(parts[::4], parts[2::4], strict=True)}
-    return _call({"name": name.strip(), "arguments": arguments}, text)
-
-
-HARMONY_TAGS = (
-    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
-    *("<|end|>", "<|call|>", "<|return|>"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _HarmonyMessage:
-    """One message of a turn in gpt-oss's format. `text` is None if the turn ends or another message starts in its
-    header. Several recipients are joined by spaces."""
-
-    role: str
-    channel: str
-    recipient: str
-    text: str | None
-
-
-def _harmony_messages(turn: Sequence[Piece]) -> Iterator[_HarmonyMessage]:
-    """Yield the messages of a turn. The prompt ends with <|start|>assistant, so the turn starts in a header."""
-    header: list[Piece] = []
-    for piece in (Piece("<|start|>", f"assistant{turn[0].text}"), *turn[1:], Piece("<|end|>", "")):
-        if piece.tag in ("<|channel|>", "<|constrain|>"):
-            header.append(piece)
-            continue
-        if piece.tag == "<|message|>" or header:
-            yield _harmony_message(header, piece.text if piece.tag == "<|message|>" else None)
-        header = [piece] if piece.tag == "<|start|>" else []
-
-
-def _harmony_message(header: Sequence[Piece], text: str | None) -> _HarmonyMessage:
-    role, channel = (
-        next((word for piece in header if piece.tag == tag for word in piece.text.split()[:1]), "")
-        for tag in ("<|start|>", "<|channel|>")
-    )
-    words = [word for piece in header for word in piece.text.split()]
-    recipient = " ".join(word.removeprefix("to=") for word in words if word.startswith("to="))
-    return _HarmonyMessage(role, channel, recipient, text)
-
-
-def read_harmony(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Parse gpt-oss's `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>`, a message to a
-    recipient, which may also follow `<|start|>assistant`. A turn has at most one call, since <|call|> ends it. Chat
-    templates do not support several."""
-    calls = (
-        message
-        for message in _harmony_messages(turn)
-        if message.recipient not in ("", "assistant") and (message.role == "assistant" or message.text is not None)
-    )
-    for call in islice(calls, 1):
-        if call.role != "assistant":
-            yield MalformedCall(call.text or "", "a call must be a message that starts with <|start|>assistant")
-        elif call.text is None:
-            yield MalformedCall("", "missing <|message|> between the recipient and the arguments")
-        else:
-            yield _named(call.recipient.removeprefix("functions."), call.text)
-    if any(True for _ in calls):
-        yield MalformedCall("", "a turn may have one tool call; further calls were not run")
-
-
-def harmony_answer(turn: Sequence[Piece]) -> str:
-    """Return the text of the assistant's messages to the user, those without a recipient in the channels `commentary`
-    and `final`. The channel `analysis` contains the reasoning."""
-    texts = [
-        message.text
-        for message in _harmony_messages(turn)
-        if message.text
-        and (message.role, message.recipient) == ("assistant", "")
-        and message.channel in ("commentary", "final")
-    ]
-    return "\n".join(texts).rstrip(UNDECODED)
+    return call_of({"name": name.strip(), "arguments": arguments}, text)
 
 
 HERMES_EXAMPLE = '<tool_call>\n{"name": "the name", "arguments": {"an argument": "its value"}}\n</tool_call>'
@@ -349,9 +278,6 @@ QWEN3_CODER_EXAMPLE = (
     "<tool_call>\n<function=the name>\n<parameter=an argument>\nits value\n</parameter>\n</function>\n</tool_call>"
 )
 GLM_EXAMPLE = "<tool_call>the name\n<arg_key>an argument</arg_key>\n<arg_value>its value</arg_value>\n</tool_call>"
-HARMONY_EXAMPLE = (
-    '<|channel|>commentary to=functions.the_name <|constrain|>json<|message|>{"an argument": "its value"}<|call|>'
-)
 
 FORMATS: Mapping[str, ToolFormat] = {
     "hermes": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, read_hermes),
@@ -367,7 +293,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     "kimi": ToolFormat(KIMI_TAGS, KIMI_EXAMPLE, read_kimi),
     "qwen3_coder": ToolFormat(HERMES_TAGS, QWEN3_CODER_EXAMPLE, read_qwen3_coder, has_text_values=True),
     "glm": ToolFormat(GLM_TAGS, GLM_EXAMPLE, read_glm, has_text_values=True),
-    "harmony": ToolFormat(HARMONY_TAGS, HARMONY_EXAMPLE, read_harmony, answer=harmony_answer),
+    "harmony": ToolFormat(harmony.TAGS, harmony.EXAMPLE, harmony.read_calls, answer=harmony.answer),
     "tagged": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, partial(read_hermes, lists=True)),
 }
 """Config name -> format. `tagged` is for models without a native format: a system message describes the tools, even if
@@ -405,108 +331,3 @@ def instructions(tools: Sequence[Mapping[str, Any]], name: str) -> str:
         f"To call a tool, write its name and its {arguments}, then end your turn:\n{FORMATS[name].example}\n"
         "The tool's response appears before your next turn."
     )
-
-
-def _calls_of(text: str, lists: bool = False) -> Iterator[Call]:
-    """Parse one JSON object as a call; with `lists`, also accept a list of objects."""
-    try:
-        value = _json(text)
-    except (ValueError, RecursionError) as error:
-        yield MalformedCall(text, f"invalid JSON: {_message(error)}")
-        return
-    if lists and isinstance(value, list):
-        for item in value:
-            yield _call(item, json.dumps(item, ensure_ascii=False))
-    else:
-        yield _call(value, text)
-
-
-def _sequence(text: str) -> Iterator[Call]:
-    """Parse calls separated by semicolons."""
-    place = 0
-    while place < len(text):
-        try:
-            value, end = _DECODER.raw_decode(text, place)
-            _require_plain(value)
-        except (ValueError, RecursionError) as error:
-            yield MalformedCall(text[place:], f"invalid JSON: {_message(error)}")
-            return
-        yield _call(value, text[place:end], ("parameters", "arguments"))
-        place = end + len(text[end:]) - len(text[end:].lstrip("; \n\t"))
-
-
-def _named(name: str, arguments: str, number: str = "") -> Call:
-    """Return a call in a format that separates the name and the arguments."""
-    text = f"{name} {arguments}"
-    try:
-        return _call({"name": name, "arguments": _json(arguments), "id": number}, text)
-    except (ValueError, RecursionError) as error:
-        return MalformedCall(text, f"the arguments are not valid JSON: {_message(error)}")
-
-
-PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's spelling of JSON values, which Qwen's chat templates write in calls."""
-
-
-def _value(text: str, types: frozenset[str]) -> Any:
-    """Convert an argument that is written as text. Return the text if the schema permits only strings or names no type.
-    Otherwise, return the JSON value of the text, unless the text is not JSON, or the schema permits strings and does
-    not permit the value's type."""
-    if types <= {"string"}:
-        return text
-    try:
-        value = _json(PYTHON_WORDS.get(text.strip(), text))
-    except (ValueError, RecursionError):
-        return text
-    return value if "string" not in types or (types - {"string"}) & types_of(value) else text
-
-
-def _call(value: Any, text: str, keys: Sequence[str] = ("arguments",)) -> Call:
-    if not isinstance(value, dict):
-        return MalformedCall(text, 'not a JSON object with "name" and "arguments"')
-    name = value.get("name")
-    if not isinstance(name, str) or not name:
-        return MalformedCall(text, 'missing "name", which must be the name of the tool as text')
-    present = [key for key in keys if key in value]
-    if not present:
-        return MalformedCall(text, f'missing "{keys[0]}"; pass {{}} to a tool without arguments')
-    arguments = value[present[0]]
-    if not isinstance(arguments, dict):
-        return MalformedCall(text, f'"{present[0]}" must be a JSON object with a value for each argument')
-    number = value.get("id")
-    return ToolCall(name, arguments, number if isinstance(number, str) else "")
-
-
-def _block(text: str) -> tuple[str, str] | None:
-    """Return the name on the first line and the JSON in the code block that follows, or None if there is no block."""
-    before, fence, after = text.partition("```")
-    name, after = before.strip(), after.removeprefix("json")
-    indent = after[: len(after) - len(after.lstrip())]
-    if not fence or "\n" in name or "\n" not in indent:
-        return None
-    return name, after.strip().removesuffix("```")
-
-
-def _json(text: str) -> Any:
-    value = _DECODER.decode(text.strip())
-    _require_plain(value)
-    return value
-
-
-def _require_plain(value: Any) -> None:
-    """Raise a ValueError for lone surrogates, which tokenizers reject, for numbers such as 1e999, which parse as
-    infinity, and for values that are nested too deeply."""
-    if is_deeper(value, MAX_DEPTH):
-        raise ValueError("it is nested too deeply")
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not valid JSON")
-
-
-def _message(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

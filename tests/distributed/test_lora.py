@@ -58,7 +58,7 @@ from tests.parity import (
     whole_tensors,
 )
 from tests.tiny_model import add_mtp_layer, write_tiny_experts, write_tiny_llama, write_tiny_model
-from tests.unit.test_convert import convert
+from tests.unit.api.test_convert import convert
 
 UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
 KL, RANK, ALPHA = 0.05, 3, 6

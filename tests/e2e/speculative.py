@@ -68,7 +68,7 @@ PROMPT = (*range(6, 120), 5)
 """Has every token that may follow, so that n-gram drafts exist after each of them."""
 STOP = "7"
 """A stop string, which is a part of several tokens."""
-STEPS_BEFORE_REFIT = 3
+FIRST_STEPS = 3
 LONG = 40
 
 
@@ -123,6 +123,23 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     def sample(requests: Sequence[SamplingRequest]) -> list[Sample]:
         return asyncio.run(engine.generate(requests))
 
+    async def started(early: Sequence[SamplingRequest]) -> asyncio.Task[list[Sample]]:
+        """Start sampling, and return the task after a few steps."""
+        steps, step = [], engine._step
+        engine._step = lambda: steps.append(step())
+        running = asyncio.create_task(engine.generate(early))
+        while len(steps) < FIRST_STEPS:
+            await asyncio.sleep(0)
+        engine._step = step
+        return running
+
+    async def joined_by_a_token() -> list[Sample]:
+        """Sample the prompt with one token while the others are sampled."""
+        *others, single = requests()
+        running = await started(others)
+        joining = await engine.generate([single])
+        return [*await running, *joining]
+
     greedy = sample(requests(greedy=True))
     found["greedy"] = [worst(models[0], item, {}) for item in greedy]
     found["greedy_tokens"] = [item.response_ids.tolist() == most_likely(models[0], item) for item in greedy]
@@ -133,8 +150,9 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     found["drafts"] = [counts.num_passes, counts.num_drafted, counts.num_accepted]
     found["versions"] = [[(run.version, run.count) for run in item.versions] for item in whole]
 
-    again = [*sample(requests()[:1]), *sample(requests()[1:])]
-    pairs = zip(whole, again, strict=True)
+    again, joined = [*sample(requests()[:1]), *sample(requests()[1:])], asyncio.run(joined_by_a_token())
+    found["joined"] = [worst(models[0], item, {}) for item in joined]
+    pairs = zip(whole * 2, again + joined, strict=True)
     found["reproduced"] = [a.response_ids.tolist() == b.response_ids.tolist() for a, b in pairs]
 
     stopping = sample(requests(stop=(STOP,)))
@@ -158,12 +176,7 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
             weights[name].copy_(tensor)
 
     async def through_a_refit() -> list[Sample]:
-        steps, step = [], engine._step
-        engine._step = lambda: steps.append(step())
-        running = asyncio.create_task(engine.generate(requests()))
-        while len(steps) < STEPS_BEFORE_REFIT:
-            await asyncio.sleep(0)
-        engine._step = step
+        running = await started(requests())
         engine.refit(1)
         return await running
 

@@ -29,7 +29,7 @@ def test_samples_have_the_distribution_of_the_model(case, tmp_path):
 
     passes, drafted, accepted = found["drafts"]
     assert 0 < accepted < drafted and drafted <= 3 * passes
-    assert max(found["greedy"] + found["whole"] + found["truncated"] + found["stop_logprobs"]) < 1e-5
+    assert max(found["greedy"] + found["whole"] + found["truncated"] + found["stop_logprobs"] + found["joined"]) < 1e-5
     assert all(found["greedy_tokens"])
     assert all(found["reproduced"]), "the seeds gave other tokens in another batch"
     assert found["accepted_in_distribution"] > 0

@@ -42,7 +42,7 @@ LAYERS = (
     ("report",),
     ("planner",),
     ("launch",),
-    ("api", "convert.py", "train.py", "finetune.py"),
+    ("api", "train.py", "finetune.py"),
     ("cli.py", "__main__.py"),
 )
 """The layers from bottom to top, as folders and files of megarl/. A module may import its own layer and lower ones. The
@@ -66,7 +66,6 @@ LIGHT = (
     "api",
     "cli.py",
     "__main__.py",
-    "convert.py",
     "core",
     "usercode",
     "algorithms",
@@ -213,7 +212,7 @@ def test_paths_in_the_rules_exist() -> None:
 
 def test_root_contains_only_the_entry_points() -> None:
     root_files = {path.name for path in (ROOT / "megarl").glob("*.py")}
-    assert root_files == {"__init__.py", "__main__.py", "cli.py", "convert.py", "train.py", "finetune.py"}
+    assert root_files == {"__init__.py", "__main__.py", "cli.py", "train.py", "finetune.py"}
 
 
 @pytest.mark.parametrize("file", FILES)

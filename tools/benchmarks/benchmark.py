@@ -1,4 +1,4 @@
-"""The command line of a benchmark: its options, processes and JSON result, and the state of the machine."""
+"""The command line of a benchmark: its options, samples, processes and JSON result, and the state of the machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +28,11 @@ sys.path.append(str(ROOT))  # for tests.*, whose models and shapes benchmarks sh
 
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
+from megarl.data.local_batch import LocalBatch
+from megarl.data.packing import Lengths, Packing, schedule
 
 BASE, QUICKSTART = ROOT / "configs" / "base.yaml", ROOT / "configs" / "quickstart.yaml"
 
@@ -36,27 +43,30 @@ TIMEOUT_S = 7200
 MEGARL = (sys.executable, "-m", "megarl.cli")
 
 Result = TypeVar("Result")
-
-Option = tuple[str, dict[str, Any]]
-
-
-def option(name: str, **settings: Any) -> Option:
-    """Return a benchmark's option. The arguments are those of ArgumentParser.add_argument."""
-    return name, settings
+Measure = Callable[[argparse.Namespace, Path], Mapping[str, Any]]
 
 
 def run_benchmark(
-    description: str, measure: Callable[[argparse.Namespace], Mapping[str, Any]], *options: Option
+    description: str, measure: Measure | Mapping[str, Measure], *options: tuple[str, dict[str, Any]]
 ) -> None:
-    """Parse the options, call measure(options), and write its figures with the date, the machine, and the percentage of
-    CPU time that other processes used, unless the figures contain them."""
+    """Parse the command line, measure, and write the figures with the date, the machine, and the percentage of CPU time
+    that other processes used, unless the figures contain them.
+
+    Args:
+        measure: returns the figures, given the options and a temporary folder; several by the name that the command
+            line selects.
+        options: arguments of ArgumentParser.add_argument.
+    """
     parser = argparse.ArgumentParser(description=description.partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("result.json"), help="JSON file to write (%(default)s)")
+    if isinstance(measure, Mapping):
+        parser.add_argument("what", choices=measure)
     for name, settings in options:
         parser.add_argument(name, **settings)
     arguments = parser.parse_args()
     start, machine_before, process_before = time.perf_counter(), machine_cpu_seconds(), own_cpu_seconds()
-    figures = measure(arguments)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as work:
+        figures = (measure[arguments.what] if isinstance(measure, Mapping) else measure)(arguments, Path(work))
     others = machine_cpu_seconds() - machine_before - (own_cpu_seconds() - process_before)
     percent = 100 * max(0.0, others) / ((time.perf_counter() - start) * os.cpu_count())
     date = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -74,44 +84,30 @@ def load_config(model: str | Path, settings: Mapping[str, Any]) -> Config:
     return load(BASE, [f"{key}={value}" for key, value in settings.items()])
 
 
+def sample_of(
+    name: str, prompt: Prompt, ids: Sequence[int], mask: Sequence[bool] | None = None, text: str = ""
+) -> Sample:
+    """Return a sample with a log-prob of -1 for each token. mask: whether the policy sampled a token (None: all)."""
+    n = len(ids)
+    return Sample(
+        name, prompt, ids, [-1.0] * n, [True] * n if mask is None else mask, (VersionRun(0, n),), "stop", text
+    )
+
+
+def local_batches(samples: Sequence[Sample], rewards: Sequence[float], packing: Packing) -> list[LocalBatch]:
+    """Return the batch of each data-parallel rank. The loss is a mean over response tokens, without a baseline."""
+    weight = 1 / sum(len(sample.response_ids) for sample in samples)
+    refs = [
+        replace(SampleRef.of(sample, sample), scalar_reward=reward, weight=weight)
+        for sample, reward in zip(samples, rewards, strict=True)
+    ]
+    return [LocalBatch(refs, share) for share in schedule(list(map(Lengths.of, refs)), packing)]
+
+
 def in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:
     """Call a function in a new process, which has its own peak memory and all of the GPU's memory."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
-
-
-def run_megarl(*arguments: Any, environment: Mapping[str, str] = MappingProxyType({})) -> tuple[dict[str, float], str]:
-    """Run a megarl command in one process.
-
-    Returns:
-        Its wall-clock and CPU seconds, including start-up, and its peak resident memory in GB, with and without file
-        pages, because the kernel can evict clean file pages at any time; and its standard output.
-    """
-    command, anonymous = [*MEGARL, *map(str, arguments)], 0
-    with tempfile.TemporaryFile() as output:
-        start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=output)
-        pid = 0
-        while not pid:
-            anonymous = max(anonymous, _anonymous_bytes(process.pid))
-            time.sleep(0.02)
-            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        seconds, process.returncode = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise RuntimeError(f"{command} exited with status {process.returncode}")
-        output.seek(0)
-        costs = {
-            "seconds": seconds,
-            "cpu_seconds": usage.ru_utime + usage.ru_stime,
-            "peak_gb": usage.ru_maxrss * 1024 / 1e9,
-            "anonymous_peak_gb": anonymous / 1e9,
-        }
-        return costs, output.read().decode()
-
-
-def _anonymous_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 def train(folder: Path, recipe: Path, *keys: str) -> tuple[list[dict], dict[str, float]]:
@@ -131,6 +127,7 @@ def run_logged(
     """Run commands concurrently, and exit with the end of their log if one fails. Return their seconds, and the
     percentage of the machine's CPU time that other processes used, including other virtual machines on the same
     host."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmark: error: terminated"))
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {"PYTHONPATH": str(ROOT), **environment}
     start, machine_before, own = time.perf_counter(), machine_cpu_seconds(), {}

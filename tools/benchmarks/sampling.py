@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -49,12 +48,18 @@ def measure(folder: Path, top_k: int | None) -> dict[str, float]:
     engine = VllmEngine(rollout, rollout_arguments(rollout, folder, "float32", seed=0))
     engine.hold(1)
     ours = engine._sampling
+
+    def decoding(request: SamplingRequest) -> Any:
+        parameters = ours(request)
+        parameters.detokenize = True
+        return parameters
+
     asyncio.run(engine.generate([SamplingRequest("first", Prompt("first", "", (5, 6, 7)), seed=0)]))  # warm-up
     found: dict[str, float] = {}
     for name in ("megarl", "vllm"):
         requests = [SamplingRequest(f"{i}", Prompt(f"{i}", "", (5, 6, 7)), seed=i) for i in range(SEQUENCES)]
         if name == "vllm":
-            engine._sampling = lambda request: _decoding(ours(request))
+            engine._sampling = decoding
         seconds = record_seconds(engine._llm.llm_engine.output_processor)
         samples = asyncio.run(engine.generate(requests))
         found[f"{name}_step_ms"] = round(1000 * statistics.median(seconds), 2)
@@ -66,20 +71,14 @@ def measure(folder: Path, top_k: int | None) -> dict[str, float]:
     return found
 
 
-def measure_all(_: object) -> dict[str, Any]:
+def measure_all(_: object, work: Path) -> dict[str, Any]:
     from megarl.rollout.vllm.environment import environment
     from tests.tiny_model import write_tiny_llama
 
     os.environ.update(environment(1, threads=2, index=0))
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = write_tiny_llama(Path(scratch))
-        runs = {name: measure(folder, top_k) for name, top_k in TOP_K.items()}
+    folder = write_tiny_llama(work)
+    runs = {name: measure(folder, top_k) for name, top_k in TOP_K.items()}
     return {"sequences": SEQUENCES, "tokens": TOKENS, "runs": runs}
-
-
-def _decoding(parameters: Any) -> Any:
-    parameters.detokenize = True
-    return parameters
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from benchmark import BASE, option, own_cpu_seconds, run_benchmark
+from benchmark import load_config, own_cpu_seconds, run_benchmark
 
-from megarl.config.load import load
 from megarl.rewards.code import code_tests
 from megarl.sandbox.choice import find_provider
 from megarl.sandbox.provider import Provider
@@ -32,18 +31,13 @@ PER_SANDBOX = 10
 Program = Callable[[], Awaitable[bool]]
 
 
-async def nothing(provider: Provider) -> bool:
+async def null_programs(provider: Provider, count: int = 1) -> bool:
     async with await provider.start() as sandbox:
-        return (await sandbox.run([provider.python, "-c", ""])).succeeded
+        return all([(await sandbox.run([provider.python, "-c", ""])).succeeded for _ in range(count)])
 
 
 async def small_test(provider: Provider) -> bool:
     return await code_tests("", RESPONSE, TESTS, sandbox=provider)
-
-
-async def several(provider: Provider) -> bool:
-    async with await provider.start() as sandbox:
-        return all([(await sandbox.run([provider.python, "-c", ""])).succeeded for _ in range(PER_SANDBOX)])
 
 
 async def measure(program: Program, count: int, at_once: int, programs: int = 1) -> dict[str, Any]:
@@ -70,13 +64,12 @@ async def measure(program: Program, count: int, at_once: int, programs: int = 1)
 
 
 async def measure_all(count: int, at_once: int) -> dict[str, Any]:
-    keys = ["model.path=none", "data.source=arithmetic", "sandbox.provider=bubblewrap"]
-    provider = await find_provider(load(BASE, keys).sandbox)
+    provider = await find_provider(load_config("none", {"sandbox.provider": "bubblewrap"}).sandbox)
     runs = {}
     for name, program, programs in (
-        ("a null program", nothing, 1),
+        ("a null program", null_programs, 1),
         ("a small test", small_test, 1),
-        ("null programs, ten in a sandbox", several, PER_SANDBOX),
+        ("null programs, ten in a sandbox", partial(null_programs, count=PER_SANDBOX), PER_SANDBOX),
     ):
         runs[name] = await measure(partial(program, provider), count // programs, at_once, programs)
     return {"provider": provider.name, "as_root": os.geteuid() == 0, "at_once": at_once, "runs": runs}
@@ -85,7 +78,7 @@ async def measure_all(count: int, at_once: int) -> dict[str, Any]:
 if __name__ == "__main__":
     run_benchmark(
         __doc__,
-        lambda arguments: asyncio.run(measure_all(arguments.count, arguments.at_once)),
-        option("--count", type=int, default=200, help="programs of each kind"),
-        option("--at-once", type=int, default=4),
+        lambda arguments, _: asyncio.run(measure_all(arguments.count, arguments.at_once)),
+        ("--count", dict(type=int, default=200, help="programs of each kind")),
+        ("--at-once", dict(type=int, default=4)),
     )

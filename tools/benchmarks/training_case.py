@@ -22,10 +22,7 @@ Ids = tuple[list[int], list[int]]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": CONFIGS["SmolLM2-135M"],
-    "qwen2.5-1.5b": CONFIGS["Qwen2.5-0.5B"]
-    | {"hidden_size": 1536, "num_attention_heads": 12, "num_hidden_layers": 28, "intermediate_size": 8960},
-    # As many layers as fit on one GPU with their optimizer state.
-    "llama3.1-8b, 8 layers": CONFIGS["Llama-3.1-8B"] | {"num_hidden_layers": 8},
+    "qwen3-0.6b": CONFIGS["Qwen3-0.6B"],
     "tiny": CONFIGS["SmolLM2-135M"]
     | {
         "hidden_size": 96,

@@ -1,5 +1,5 @@
 """Measure megarl's training step: against transformers and TRL, packed against padded samples, memory against its
-closed form, the time that a checkpoint blocks training, and the model FLOPs utilization on a GPU.
+closed form, the time that a checkpoint blocks training, and the tiled head against full logits.
 
 .venv/bin/python tools/benchmarks/training_step.py equal --out tools/benchmarks/results/step_equal.json
 """
@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -20,17 +19,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from benchmark import in_new_process, option, run_benchmark, run_logged
-from step_vs_trl import build_environment
-from training_case import SHAPES, Case, Ids, equal_lengths, mixed_lengths, padded, timed
+from benchmark import in_new_process, run_benchmark, run_logged
+from quickstart import build_environment
+from training_case import SHAPES, Case, Ids, equal_lengths, mixed_lengths, padded, peak_rss_bytes, timed
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.models.flops import training_flops
-from megarl.models.shape import ModelShape
-from megarl.models.token_cost import TokenCost
-
-PEAK_TFLOPS = 989.5
-"""Peak of an H100 SXM and of an H200 in bfloat16 without sparsity."""
+from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """Makes glibc return freed memory, so that resident memory is close to the memory in use."""
@@ -38,24 +32,13 @@ RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOL
 LAYOUTS = {"1 process": {}, "PP2": {"pp": 2}, "DP2": {"dp": 2}}
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="training-step-") as name:
-        figures = MEASUREMENTS[arguments.what](arguments, Path(name))
-    return {"what": arguments.what, "shape": arguments.shape, **figures}
-
-
 def against_transformers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare one process each, with all cores, on the same samples."""
     case = case_of(arguments, mixed=arguments.what == "mixed")
     megarl = speed("megarl", case, work / "megarl")
-    fastest, slower = fastest_of("transformers", case, arguments.transformers_microbatch, work)
-    return {
-        "lengths": case.lengths,
-        "ratio_of_tokens_per_second": megarl["tokens_per_second"] / fastest["tokens_per_second"],
-        "megarl": megarl,
-        "transformers": fastest,
-        "transformers_slower_settings": slower,
-    }
+    other = speed("transformers", replace(case, microbatch=arguments.other_microbatch), work)
+    ratio = megarl["tokens_per_second"] / other["tokens_per_second"]
+    return {"lengths": case.lengths, "ratio_of_tokens_per_second": ratio, "megarl": megarl, "transformers": other}
 
 
 def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -63,24 +46,23 @@ def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     peak resident memory minus the memory before the model is built, the weights, the gradients and Adam's state."""
     python, found = build_environment(work / "environment"), {}
     for mix in ("mixed", "equal"):
-        folder = work / mix
         case = case_of(arguments, mixed=mix == "mixed")
-        fastest, slower = fastest_of("trl", case, arguments.trl_microbatch, folder, python)
-        own = replace(case, microbatch=fastest["settings"]["samples_per_microbatch"], updates=1)
-        [memory] = run("trl", own, folder / "trl-memory", environment=RETURN_FREED_MEMORY, python=python)
-        megarl = speed("megarl", case, folder / "megarl")
-        own = replace(case, updates=1)
-        [megarl_memory] = run("megarl", own, folder / "megarl-memory", environment=RETURN_FREED_MEMORY)
-        for side, measured in ((megarl, megarl_memory), (fastest, memory)):
-            side["bytes_above_state"] = measured["measured_bytes"] - memory["state_bytes"]
+        sides, memories = {}, {}
+        for side, own in (("trl", replace(case, microbatch=arguments.other_microbatch)), ("megarl", case)):
+            interpreter = python if side == "trl" else Path(sys.executable)
+            sides[side] = speed(side, own, work / mix / side, interpreter)
+            own, folder = replace(own, updates=1), work / mix / f"{side}-memory"
+            [memories[side]] = run(side, own, folder, RETURN_FREED_MEMORY, interpreter)
+        megarl, trl = sides["megarl"], sides["trl"]
+        state_bytes = memories["trl"]["state_bytes"]
+        for side, measured in memories.items():
+            sides[side]["bytes_above_state"] = measured["measured_bytes"] - state_bytes
         found[mix] = {
             "lengths": case.lengths,
-            "ratio_of_seconds": megarl["median_seconds"] / fastest["median_seconds"],
-            "ratio_of_bytes_above_state": megarl["bytes_above_state"] / fastest["bytes_above_state"],
-            "state_bytes": memory["state_bytes"],
-            "megarl": megarl,
-            "trl": fastest,
-            "trl_slower_settings": slower,
+            "ratio_of_seconds": megarl["median_seconds"] / trl["median_seconds"],
+            "ratio_of_bytes_above_state": megarl["bytes_above_state"] / trl["bytes_above_state"],
+            "state_bytes": state_bytes,
+            **sides,
         }
     return {"environment_for_memory": RETURN_FREED_MEMORY, "mixes": found}
 
@@ -123,23 +105,47 @@ def saving_against_copy(arguments: argparse.Namespace, work: Path) -> dict[str, 
     return {"layouts": layouts}
 
 
-def flops_utilization(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Measure the model FLOPs utilization of a step in bfloat16 on one GPU."""
-    case = replace(case_of(arguments), dtype="bfloat16", recompute="selective")
-    megarl = speed("megarl", case, work / "megarl")
-    tflops = flops_of(case) / megarl["median_seconds"] / 1e12
-    return {"megarl": megarl, "flops": flops_of(case), "tflops": tflops, "mfu": tflops / PEAK_TFLOPS}
-
-
-def flops_of(case: Case) -> float:
-    """Return the model's FLOPs per update, without recomputation."""
-    lengths = [prompt + response for prompt, response in case.lengths]
-    return training_flops(
-        ModelShape.of(case.hf_config),
-        num_tokens=case.num_tokens,
-        num_scored=sum(response for _, response in case.lengths),
-        num_attended=sum(map(TokenCost.of_model(case.hf_config).pairs, lengths)),
+def tiled_against_full_logits(arguments: argparse.Namespace, _: Path) -> dict[str, Any]:
+    """Compare the head's forward and backward pass with full logits, on as many rows as an update has tokens."""
+    hf_config = SHAPES[arguments.shape]
+    vocabulary, hidden, tokens = hf_config["vocab_size"], hf_config["hidden_size"], case_of(arguments).num_tokens
+    plain, tiled = (
+        in_new_process(head_side, is_tiled, vocabulary, hidden, tokens, arguments.updates) for is_tiled in (False, True)
     )
+    return {
+        **dict(vocabulary=vocabulary, hidden=hidden, tokens=tokens, dtype="float32"),
+        "ratio_of_seconds": tiled["median_seconds"] / plain["median_seconds"],
+        "share_of_logits": {"tiled": tiled["extra_bytes"] / (tokens * vocabulary * 4)},
+        "plain": plain,
+        "tiled": tiled,
+    }
+
+
+def head_side(is_tiled: bool, vocabulary: int, hidden_size: int, num_tokens: int, repeats: int) -> dict[str, Any]:
+    """Measure one side with all cores. The peak memory is that of the first pass, including the libraries' setup; that
+    pass is not timed."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator, requires_grad=True)
+    weight = torch.empty(vocabulary, hidden_size).normal_(std=hidden_size**-0.5, generator=generator).requires_grad_()
+    targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
+    gradients = torch.randn(num_tokens, 2, generator=generator)
+    before = peak_rss_bytes()
+    if is_tiled:
+        weight.main_grad = torch.ones(weight.shape).zero_()  # commits its memory
+
+    def forward_backward() -> None:
+        hidden.grad = weight.grad = None
+        if is_tiled:
+            scored = log_prob_and_entropy(hidden, weight, targets, 1.0, vocabulary)
+        else:
+            scored = torch.stack(plain_log_prob_and_entropy(hidden, weight, targets, 1.0, vocabulary), -1)
+        (scored * gradients).sum().backward()
+
+    forward_backward()
+    extra_bytes = peak_rss_bytes() - before - 4 * (hidden.numel() + weight.numel())
+    seconds = timed(forward_backward, repeats)
+    return {"median_seconds": median(seconds), "seconds": seconds, "extra_bytes": extra_bytes}
 
 
 MEASUREMENTS = {
@@ -149,7 +155,7 @@ MEASUREMENTS = {
     "padded": packed_against_padded,
     "memory": memory_against_closed_form,
     "saving": saving_against_copy,
-    "mfu": flops_utilization,
+    "head": tiled_against_full_logits,
 }
 
 
@@ -185,16 +191,6 @@ def speed(side: str, case: Case, folder: Path, python: Path = Path(sys.executabl
     [result] = run(side, case, folder, python=python)
     seconds, tokens = median(result["seconds"]), case.num_tokens
     return {**result, "median_seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
-
-
-def fastest_of(
-    side: str, case: Case, microbatches: Sequence[int], work: Path, python: Path = Path(sys.executable)
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run a side with each microbatch size. Return the fastest result, and the others."""
-    cases = [replace(case, microbatch=size) for size in microbatches]
-    sides = [speed(side, own, work / f"{side}-{own.microbatch}", python) for own in cases]
-    sides.sort(key=lambda side: side["median_seconds"])
-    return sides[0], sides[1:]
 
 
 def transformers_side(case: Case) -> dict[str, Any]:
@@ -245,16 +241,14 @@ def loss(model: torch.nn.Module, members: Sequence[Ids], sign: float, num_rows: 
 if __name__ == "__main__":
     run_benchmark(
         __doc__,
-        measure,
-        option("what", choices=MEASUREMENTS),
-        option("--shape", choices=SHAPES, default="smollm2-135m"),
-        option("--updates", type=int, default=2, help="updates of each side after a warm-up (%(default)s)"),
-        option("--samples", type=int, default=32, help="samples of an update (%(default)s)"),
-        option("--prompt", type=int, default=96, help="tokens of a prompt (%(default)s)"),
-        option("--response", type=int, default=32, help="tokens of a response, at equal lengths (%(default)s)"),
-        option("--longest-response", type=int, default=384, help="tokens, at mixed lengths (%(default)s)"),
-        option("--tokens-per-microbatch", type=int, default=1024, help="megarl's microbatch (%(default)s)"),
-        option("--saves", type=int, default=3, help="checkpoints; the result is the median (%(default)s)"),
-        option("--transformers-microbatch", type=int, nargs="+", default=[8], help="samples; the fastest size counts"),
-        option("--trl-microbatch", type=int, nargs="+", default=[8], help="samples; the fastest size counts"),
+        MEASUREMENTS,
+        ("--shape", dict(choices=SHAPES, default="smollm2-135m")),
+        ("--updates", dict(type=int, default=2, help="updates of each side after a warm-up (%(default)s)")),
+        ("--samples", dict(type=int, default=32, help="samples of an update (%(default)s)")),
+        ("--prompt", dict(type=int, default=96, help="tokens of a prompt (%(default)s)")),
+        ("--response", dict(type=int, default=32, help="tokens of a response, at equal lengths (%(default)s)")),
+        ("--longest-response", dict(type=int, default=384, help="tokens, at mixed lengths (%(default)s)")),
+        ("--tokens-per-microbatch", dict(type=int, default=1024, help="megarl's microbatch (%(default)s)")),
+        ("--saves", dict(type=int, default=3, help="checkpoints; the result is the median (%(default)s)")),
+        ("--other-microbatch", dict(type=int, default=8, help="samples, in transformers and TRL (%(default)s)")),
     )

@@ -1,7 +1,7 @@
-"""TRL's side of step_vs_trl.py and training_step.py, started in an environment with TRL.
+"""TRL's side of quickstart.py and training_step.py, started in an environment with TRL.
 
-`FOLDER STEPS MICROBATCH` trains the quickstart; `FOLDER RANK` runs the updates of the folder's training_case.Case.
-Both write their results to the folder.
+`FOLDER STEPS` trains the quickstart; if the folder contains a training_case.Case, its updates run instead. Both write
+their results to the folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import psutil
@@ -33,6 +32,8 @@ from megarl.models.tokenizer import load_tokenizer
 from megarl.rewards.numeric import numeric_match
 
 PACKAGES = ("trl", "transformers", "accelerate", "torch")
+MICROBATCH = 16
+"""Samples of a microbatch when training the quickstart."""
 
 COMMON = dict(
     lr_scheduler_type="constant",
@@ -55,14 +56,10 @@ class Recorder(TrainerCallback):
     def __init__(self, path: Path) -> None:
         self.watch, self._memory = Stopwatch(), MemorySampler()
         self._path, self._num_tokens = path, 0
-        self._step: dict[str, float] = {}
 
-    def reward(self, prompts: Any, completions: Any, completion_ids: Any, answer: Any, **_: Any) -> list[float]:
-        """Return the recipe's reward of each completion; TRL calls this once per step."""
-        rewards = [float(numeric_match(*triple)) for triple in zip(prompts, completions, answer, strict=True)]
-        self._step["reward/mean"] = fmean(rewards)
-        self._step["response/length_mean"] = fmean(map(len, completion_ids))
-        return rewards
+    def reward(self, prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
+        """Return the recipe's reward of each completion."""
+        return [float(numeric_match(*triple)) for triple in zip(prompts, completions, answer, strict=True)]
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.watch = Stopwatch()
@@ -72,7 +69,7 @@ class Recorder(TrainerCallback):
         times["time/train"] = times["time/step"] - times["time/rollout"] - times["time/reward"]
         num_tokens, self._num_tokens = state.num_input_tokens_seen - self._num_tokens, state.num_input_tokens_seen
         speed = {"throughput/tokens_per_second": num_tokens / times["time/step"]}
-        line = {"step": state.global_step, **self._step, **times, **speed}
+        line = {"step": state.global_step, **times, **speed}
         with self._path.open("a", encoding="utf-8") as file:
             print(json.dumps(line | {"memory/peak_pss_gb": self._memory.peak_gb()[1]}), file=file)
 
@@ -93,7 +90,7 @@ class TimedTrainer(GRPOTrainer):
             return super()._calculate_rewards(*arguments, **named)
 
 
-def train_recipe(folder: Path, steps: int, microbatch: int) -> None:
+def train_recipe(folder: Path, steps: int) -> None:
     """Train the quickstart with GRPOTrainer. Writes metrics.jsonl and facts.json."""
     config = load(QUICKSTART)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -104,8 +101,8 @@ def train_recipe(folder: Path, steps: int, microbatch: int) -> None:
         output_dir=str(folder / "trainer"),
         seed=config.run.seed,
         max_steps=steps,
-        per_device_train_batch_size=microbatch,
-        gradient_accumulation_steps=batch.prompts_per_step * batch.samples_per_prompt // microbatch,
+        per_device_train_batch_size=MICROBATCH,
+        gradient_accumulation_steps=batch.prompts_per_step * batch.samples_per_prompt // MICROBATCH,
         num_generations=batch.samples_per_prompt,
         max_completion_length=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -132,7 +129,7 @@ def train_recipe(folder: Path, steps: int, microbatch: int) -> None:
         processing_class=tokenizer,
     )
     trainer.train()
-    settings = {"microbatch": microbatch, "threads": torch.get_num_threads()}
+    settings = {"microbatch": MICROBATCH, "threads": torch.get_num_threads()}
     write_result(folder / "facts.json", {"settings": settings}, *PACKAGES)
 
 
@@ -219,8 +216,8 @@ def update_given_samples(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder, *settings = sys.argv[1:]
-    if len(settings) == 2:
-        train_recipe(Path(folder), *map(int, settings))
+    folder = Path(sys.argv[1])
+    if (folder / "case.json").exists():
+        update_given_samples(folder)
     else:
-        update_given_samples(Path(folder))
+        train_recipe(folder, int(sys.argv[2]))

@@ -59,6 +59,7 @@ from tests.gpu.models import write_model
 from tests.gpu.test_updates import HEADS
 from tests.packing import documents
 from tests.parity import config_of as model_config
+from tests.published_models import CONFIGS
 from tests.tiny_model import write_tiny_model
 
 Figures = dict[str, Any]
@@ -68,6 +69,14 @@ H100_FLOPS = 989.5e12
 
 TILES = [(4096, 8192), (8192, 8192), (8192, 16384)]
 
+SHAPES["qwen2.5-1.5b"] = CONFIGS["Qwen2.5-0.5B"] | {
+    "hidden_size": 1536,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "intermediate_size": 8960,
+}
+# As many layers as fit on one GPU with their optimizer state.
+SHAPES["llama3.1-8b, 8 layers"] = CONFIGS["Llama-3.1-8B"] | {"num_hidden_layers": 8}
 SHAPES["tiny, 64 per head"] = SHAPES["tiny"] | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 

@@ -37,7 +37,7 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region, check_weights, differing_regions
 from megarl.rollout.engine import SyncStats
-from megarl.rollout.vllm import cpu_support, draft_weights, text_models
+from megarl.rollout.vllm import cpu_support, draft_padding, draft_weights, text_models
 from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 from megarl.rollout.vllm.route_capture import RouteCapture
 from megarl.rollout.worker import WeightReceiver, describe_arithmetic, hashes, shapes_and_dtypes
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 # With several tensor-parallel ranks, this process was started by vLLM, so megarl's process setup has not run yet.
 stacks.write_on_request()
 cpu_support.install()
+draft_padding.install()
 draft_weights.install()
 text_models.install()
 if ENDS_WITH_PARENT in os.environ:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data import tool_formats
-from megarl.data.tool_calls import MalformedCall, ToolCall
-from megarl.data.tool_formats import FORMATS, CallReader, Piece, format_of
+from megarl.data import call_json, tool_formats
+from megarl.data.tool_calls import MalformedCall, Piece, ToolCall
+from megarl.data.tool_formats import FORMATS, CallReader, format_of
 from megarl.data.turns import ChatTokens
 from tests.chat_templates import FAMILIES
 from tests.timing import SCAN_CPU_S
@@ -291,8 +291,9 @@ def test_deepseek_code_block_is_found_in_linear_time(filler):
 def test_number_of_calls_is_limited(name, monkeypatch):
     """The first 64 calls are parsed, and one error replaces the others."""
     begin, call, end = CALLS[name]
-    parsed, parse = [], tool_formats._call
-    monkeypatch.setattr(tool_formats, "_call", lambda *arguments: parsed.append(1) or parse(*arguments))
+    parsed, parse = [], call_json.call_of
+    for module in (call_json, tool_formats):
+        monkeypatch.setattr(module, "call_of", lambda *arguments: parsed.append(1) or parse(*arguments))
     assert [type(each) for each in read(name, begin + call * 64 + end)][:64] == [ToolCall] * 64
     parsed.clear()
     *calls, rest = read(name, begin + call * 3000 + end)

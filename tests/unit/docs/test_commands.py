@@ -15,9 +15,9 @@ import pytest
 from tests.marks import exhaustive_but
 from tests.published_models import CONFIGS, Z_IMAGE
 from tests.readme import PAGES, README, ROOT, command_blocks, commands, text_of
+from tests.unit.api.test_convert import convert
 from tests.unit.megatron.checkpoint.test_conversion import assert_same, weights_of, write_model
 from tests.unit.resharding.cases import config_of
-from tests.unit.test_convert import convert
 
 MEGARL = [sys.executable, "-m", "megarl.cli"]
 CONVERTER = ".venv/bin/megarl convert "

@@ -456,3 +456,16 @@ def test_runners_have_the_drafter_that_refits_write(vllm: Path) -> None:
     speculators = vllm / "v1/worker/gpu/spec_decode"
     assert "self.model = self.load_draft_model(" in (speculators / "speculator.py").read_text("utf-8")
     assert "draft_model = load_eagle_model(" in (speculators / "mtp/speculator.py").read_text("utf-8")
+
+
+def test_steps_pass_through_the_removal_of_placeholder_drafts(vllm: Path) -> None:
+    """Both schedulers pass a complete step to the patched method, and return it afterwards."""
+    folder, call = vllm / "v1/core/sched", "_update_after_schedule(scheduler_output)"
+    scheduler = re.sub(r"\s+", " ", (folder / "scheduler.py").read_text("utf-8"))
+    assert f"self.{call} return scheduler_output" in scheduler and "= [ -1 ] * self.num_spec_tokens" in scheduler
+    [method] = [
+        node
+        for node in class_of(folder / "async_scheduler.py", "AsyncScheduler").body
+        if isinstance(node, ast.FunctionDef) and call.startswith(node.name)
+    ]
+    assert ast.unparse(method.body[0]) == f"super().{call}"

@@ -1,30 +1,36 @@
-"""Measure time and memory of `megarl convert` on a random model with 3B parameters, against a plain read and write.
+"""Measure time and memory of megarl's commands: `megarl convert` on a random model with 3B parameters, against a plain
+read and write, and `megarl reshard` on published models and layouts.
 
-.venv/bin/python tools/benchmarks/convert.py --out tools/benchmarks/results/convert.json
+.venv/bin/python tools/benchmarks/commands.py convert --out tools/benchmarks/results/convert.json
+.venv/bin/python tools/benchmarks/commands.py reshard --out tools/benchmarks/results/reshard.json
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from benchmark import option, run_benchmark, run_megarl
+import yaml
+from benchmark import MEGARL, ROOT, run_benchmark
 
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.piece import whole
 from megarl.resharding.transports.safetensors import SafetensorsFolder, write_file
 from tests.published_models import CONFIGS
+
+CASES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "tools/benchmarks/cases/reshard.yaml").read_text())
 
 MODEL = CONFIGS["Llama-3.2-1B"] | dict(hidden_size=3072, num_attention_heads=24, head_dim=128, dtype="bfloat16")
 """The shape of Llama-3.2-3B, apart from the number of layers."""
@@ -35,12 +41,7 @@ SIZES = {"3B": 28, "tiny": 2}
 BLOCK_BYTES = 64 * 2**20
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.work) as name:
-        return measure_in(Path(name), SIZES[arguments.size])
-
-
-def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
+def convert(work: Path, num_layers: int) -> dict[str, Any]:
     """Measure each conversion with and without verification, each directly after a plain read and write."""
     folder, checkpoint = work / "hf", work / "checkpoint"
     num_parameters = write_model(folder, {**MODEL, "num_hidden_layers": num_layers})
@@ -54,10 +55,10 @@ def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
         ("megatron-to-hf --no-verify", [*to_hf, "--no-verify"], checkpoint, work / "new"),
     ):
         plain = plain_copy(source, work / "copy")
-        costs = run([*command, "--out", out], source)
+        drop_from_page_cache(source)
+        costs, _ = run_megarl("convert", *command, "--out", out)
         floor = plain["read_seconds"] + plain["write_seconds"]
-        print(f"{name}: {costs}, {floor:.1f} s plain", flush=True)
-        runs[name] = {**costs, **plain, "ratio": costs["seconds"] / floor}
+        runs[name] = {**costs, "peak_gb": costs["anonymous_peak_gb"], **plain, "ratio": costs["seconds"] / floor}
         if name == "megatron-to-hf" and not same_weights(folder, out):
             raise RuntimeError("the round trip changed the weights")
         shutil.rmtree(work / "new", ignore_errors=True)
@@ -101,13 +102,6 @@ def plain_copy(source: Path, copy: Path) -> dict[str, float]:
     return {"read_seconds": read, "write_seconds": written, "plain_cpu_seconds": time.process_time() - start_cpu}
 
 
-def run(command: list[Any], source: Path) -> dict[str, float]:
-    """Run the command on files that are not in the page cache."""
-    drop_from_page_cache(source)
-    costs, _ = run_megarl("convert", *command)
-    return {name: costs[name] for name in ("seconds", "cpu_seconds")} | {"peak_gb": costs["anonymous_peak_gb"]}
-
-
 def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -137,10 +131,56 @@ def drop_from_page_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def reshard(case: Mapping[str, Any], work: Path) -> dict[str, Any]:
+    """Plan one refit. Return the command's costs and output."""
+    config = work / "config.json"
+    config.write_text(json.dumps(CONFIGS[case["model"]] | {"dtype": "bfloat16"}), encoding="utf-8")
+    options = ["--model", config, "--from", case["source"], "--to", case["destination"], "--json"]
+    options += ["--colocated"] if case.get("colocated") else []
+    with tempfile.TemporaryDirectory() as cache:
+        costs, output = run_megarl("reshard", *options, environment={"MEGARL_CACHE": cache})
+    return {"colocated": False, **case, **costs, "figures": json.loads(output)}
+
+
+def run_megarl(*arguments: Any, environment: Mapping[str, str] = MappingProxyType({})) -> tuple[dict[str, float], str]:
+    """Run a megarl command in one process.
+
+    Returns:
+        Its wall-clock and CPU seconds, including start-up, and its peak resident memory in GB, with and without file
+        pages, because the kernel can evict clean file pages at any time; and its standard output.
+    """
+    command, anonymous = [*MEGARL, *map(str, arguments)], 0
+    with tempfile.TemporaryFile() as output:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=output)
+        pid = 0
+        while not pid:
+            anonymous = max(anonymous, _anonymous_bytes(process.pid))
+            time.sleep(0.02)
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        seconds, process.returncode = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"{command} exited with status {process.returncode}")
+        output.seek(0)
+        costs = {
+            "seconds": seconds,
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "peak_gb": usage.ru_maxrss * 1024 / 1e9,
+            "anonymous_peak_gb": anonymous / 1e9,
+        }
+        return costs, output.read().decode()
+
+
+def _anonymous_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+MEASUREMENTS = {
+    "convert": lambda arguments, work: convert(work, SIZES[arguments.size]),
+    "reshard": lambda _, work: {"runs": {name: reshard(case, work) for name, case in CASES.items()}},
+}
+
+
 if __name__ == "__main__":
-    run_benchmark(
-        __doc__,
-        measure,
-        option("--size", choices=SIZES, default="3B"),
-        option("--work", type=Path, help="directory for 20 GB of temporary files"),
-    )
+    run_benchmark(__doc__, MEASUREMENTS, ("--size", dict(choices=SIZES, default="3B", help="model to convert")))

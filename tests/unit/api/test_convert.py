@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from megarl.api.convert import app
 from megarl.config.load import load
-from megarl.convert import app
 from megarl.run.checkpoints import Checkpoints
 from tests.forked_script import run_script
 from tests.paths import BASE, ROOT
@@ -28,7 +28,7 @@ CLI = ROOT / "megarl" / "cli.py"
 
 def convert(*arguments: str | Path) -> str:
     """Run the command in this process without its process setup, and return its output."""
-    with patch("megarl.convert.prepare_process"):
+    with patch("megarl.api.convert.prepare_process"):
         return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False).stdout
 
 
@@ -87,7 +87,8 @@ def with_command(body: str) -> str:
     lines = "\n    ".join(body.splitlines())
     return f"""
 import os, signal, sys
-from megarl import cli, convert
+from megarl import cli
+from megarl.api import convert
 @convert.app.command("another")
 def another():
     {lines}

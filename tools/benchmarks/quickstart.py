@@ -1,0 +1,125 @@
+"""Measure steps of the quickstart: against TRL's GRPOTrainer with the same recipe and prompts, one after the other; and
+tokens per second with rollout.max_staleness=0 and 1, with one core each for engine and trainer.
+
+.venv/bin/python tools/benchmarks/quickstart.py trl --out tools/benchmarks/results/step_vs_trl.json
+.venv/bin/python tools/benchmarks/quickstart.py staleness --out tools/benchmarks/results/staleness.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from benchmark import QUICKSTART, read_metrics, run_benchmark, run_logged, train
+
+from megarl.config.load import load
+from megarl.models.folder import resolve
+
+PACKAGES = ("trl==1.16.0", "datasets==5.2.0", "pandas==3.1.1", "multiprocess==0.70.19", "xxhash==4.1.0")
+"""Packages of TRL beyond the project's, without dependencies: both sides run on the same torch and transformers."""
+
+LINK = "import site; site.addsitedir({packages!r})\nimport sys; sys.modules['vllm'] = None\n"
+"""Python runs these lines at start. Without them TRL would import vLLM, and its memory would count for TRL."""
+
+TIMES = ("step", "rollout", "reward", "train", "refit")
+LEFT_OUT = 2
+"""Number of excluded first steps in runs with staleness, in which queues fill and kernels are compiled."""
+
+SEPARATE = (
+    "actor.layout={pp: 1, last_stage_layers: null}",
+    "actor.threads=1",
+    "rollout.threads=1",
+    "cluster.placement=disaggregated",
+    "batch={prompts_per_step: 4, prompts_per_update: 4, samples_per_prompt: 4}",
+    # Some responses become much longer than others, as in reasoning runs.
+    "rollout.max_new_tokens=48",
+    "rollout.temperature=1.0",
+)
+"""Keys for one core each for engine and trainer."""
+
+
+def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    resolve(load(QUICKSTART).model.path)  # a first conversion of the model would count as start-up
+    python = build_environment(work / "environment")
+    lines, conditions = train(work, QUICKSTART, f"run.steps={arguments.steps}")
+    manifest = json.loads((work / "run" / "manifest.json").read_text(encoding="utf-8"))
+    megarl = {"versions": manifest["versions"], "git": manifest["git"], **conditions, **summary(lines)}
+    folder = work / "trl"
+    folder.mkdir()
+    command = [str(python), str(Path(__file__).with_name("trl_side.py")), str(folder), str(arguments.steps)]
+    conditions = run_logged(command, log=folder / "log")
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    trl = {**facts, **conditions, **summary(read_metrics(folder))}
+    return {
+        "cpu_percent_elsewhere": max(side["cpu_percent_elsewhere"] for side in (megarl, trl)),
+        "recipe": load(QUICKSTART).model_dump(),
+        "ratio_of_median_steps": megarl["median_seconds"]["step"] / trl["median_seconds"]["step"],
+        "megarl": megarl,
+        "trl": trl,
+    }
+
+
+def build_environment(folder: Path) -> Path:
+    """Create an environment with TRL on top of this environment's packages, and return its Python."""
+    venv.create(folder)
+    python = folder / "bin" / "python"
+    link = LINK.format(packages=sysconfig.get_path("purelib"))
+    next(folder.glob("lib/python*/site-packages")).joinpath("project.pth").write_text(link, encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-deps", *PACKAGES], check=True)
+    return python
+
+
+def summary(lines: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return medians that exclude the first step, which warms up caches and memory pools."""
+    tokens = [line["throughput/tokens_per_second"] * line["time/step"] for line in lines]
+    times = {name: [line[f"time/{name}"] for line in lines] for name in TIMES if f"time/{name}" in lines[0]}
+    return {
+        "median_seconds": {name: median(seconds[1:]) for name, seconds in times.items()},
+        "median_tokens": median(tokens[1:]),
+        "peak_pss_gb": lines[-1]["memory/peak_pss_gb"],
+        "seconds": times,
+    }
+
+
+def ahead_of_training(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    runs = {}
+    for max_staleness in (0, 1):
+        folder = work / str(max_staleness)
+        folder.mkdir()
+        keys = (*SEPARATE, f"run.steps={LEFT_OUT + arguments.steps}", f"rollout.max_staleness={max_staleness}")
+        lines, conditions = train(folder, QUICKSTART, *keys)
+        runs[str(max_staleness)] = conditions | means(lines[LEFT_OUT:])
+    return {
+        "cpu_percent_elsewhere": max(run["cpu_percent_elsewhere"] for run in runs.values()),
+        "steps": arguments.steps,
+        "runs": runs,
+        "gain": runs["1"]["tokens_per_second"] / runs["0"]["tokens_per_second"],
+    }
+
+
+def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    seconds = sum(step["time/step"] for step in steps)
+    return {
+        "tokens_per_second": sum(step["throughput/tokens_per_second"] * step["time/step"] for step in steps) / seconds,
+        "step_s": seconds / len(steps),
+        "engines_idle": fmean(step["idle/engines"] for step in steps),
+        "actor_idle": fmean(step["idle/actor"] for step in steps),
+        "staleness_max": max(step["weights/staleness_max"] for step in steps),
+    }
+
+
+MEASUREMENTS = {"trl": against_trl, "staleness": ahead_of_training}
+
+
+if __name__ == "__main__":
+    steps = ("--steps", dict(type=int, default=5, help="steps of each run, at least 2 (%(default)s)"))
+    run_benchmark(__doc__, MEASUREMENTS, steps)
