@@ -20,7 +20,7 @@ CAUSES: Mapping[str, str] = {
     "refit": "weight sync",
     "driver": "driver between the phases of a step",
     "evaluation": "evaluation",
-    "checkpoint": "waiting for checkpoints",
+    "checkpoint": "waiting for checkpoints and for copies in memory",
     "startup": "start-up",
     "finish": "export, report and shutdown",
     "detection": "failure detection",

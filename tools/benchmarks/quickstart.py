@@ -1,24 +1,30 @@
-"""Measure steps of the quickstart: against TRL's GRPOTrainer with the same recipe and prompts, one after the other; and
-tokens per second with rollout.max_staleness=0 and 1, with one core each for engine and trainer.
+"""Measure steps of the quickstart: against TRL's GRPOTrainer with the same recipe and prompts, one after the other;
+tokens per second with rollout.max_staleness=0 and 1, with one core each for engine and trainer; and the time that a
+killed rank costs, if its ranks are replaced and if the run is resumed from a checkpoint.
 
 .venv/bin/python tools/benchmarks/quickstart.py trl --out tools/benchmarks/results/step_vs_trl.json
 .venv/bin/python tools/benchmarks/quickstart.py staleness --out tools/benchmarks/results/staleness.json
+.venv/bin/python tools/benchmarks/quickstart.py recovery --out tools/benchmarks/results/recovery.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmark import QUICKSTART, read_metrics, run_benchmark, run_logged, train
+import psutil
+from benchmark import MEGARL, QUICKSTART, read_metrics, run_benchmark, run_logged, train
 
 from megarl.config.load import load
 from megarl.models.folder import resolve
@@ -117,7 +123,46 @@ def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-MEASUREMENTS = {"trl": against_trl, "staleness": ahead_of_training}
+def after_a_loss(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Kill a rank after step 2, once with ranks that are replaced, and once in a run that is resumed."""
+    keys, every_step = (f"run.steps={2 + arguments.steps}", "run.export=false"), "checkpoint.every_steps=1"
+    replaced, resumed = work / "replaced", work / "resumed"
+    for folder in (replaced, resumed):
+        folder.mkdir()
+    with ThreadPoolExecutor(1) as thread:
+        killed = thread.submit(kill_a_rank, replaced / "run")
+        lines, conditions = train(replaced, QUICKSTART, *keys, "cluster.replace_ranks=true")
+        killed.result()
+        [lost] = [line for line in lines if "time/recovery" in line]
+        others = [line for line in lines[1:] if line is not lost]
+        killed = thread.submit(kill_a_rank, resumed / "run")
+        command = [*MEGARL, "train", str(QUICKSTART), f"run.folder={resumed}", "run.name=run", *keys, every_step]
+        subprocess.run([*command, "cluster.replace_ranks=false"], capture_output=True)
+        killed_at = killed.result()
+    train(resumed, QUICKSTART, *keys, every_step, "resume=auto")
+    step_s = median(line["time/step"] for line in others)
+    spans = [json.loads(line) for line in (resumed / "run/logs/attempt_2/trace.jsonl").read_text().splitlines()]
+    trained = next(span["end"] for span in spans if span["task"] == "train")
+    return conditions | {
+        "step_s": step_s,
+        "copy_s": median(line["time/copy"] for line in lines),
+        "copy_share": median(line["time/copy"] for line in others) / step_s,
+        "replacement_s": lost["time/recovery"],
+        "lost_s": {"replaced": lost["time/step"] - step_s, "resumed": trained - killed_at - step_s},
+    }
+
+
+def kill_a_rank(run: Path) -> float:
+    """Kill a trainer rank of a run in this process's session after step 2, and return the time."""
+    while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < 2:
+        time.sleep(0.1)
+    ranks = [process for process in psutil.process_iter() if process.name().startswith("ray::TrainerAct")]
+    own = [process for process in ranks if os.getpid() in {parent.pid for parent in process.parents()}]
+    own[0].kill()
+    return time.time()
+
+
+MEASUREMENTS = {"trl": against_trl, "staleness": ahead_of_training, "recovery": after_a_loss}
 
 
 if __name__ == "__main__":
