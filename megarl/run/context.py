@@ -37,10 +37,11 @@ from megarl.run.health import Finding, Health
 from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
 from megarl.run.resume import ResumePoint, fall_back, start
+from megarl.run.sample_ledger import SampleLedger
 from megarl.run.saver import Saver, Write, no_files
 from megarl.run.trackers.tracker import Tracker, open_trackers
 from megarl.step import logprob_check, passes, queue
-from megarl.step.state import RunState
+from megarl.step.state import PendingPrompt, RunState
 
 LOCK_S = 180.0
 """Seconds that an attempt of a Slurm job waits for the lock of the previous attempt, whose node may have failed."""
@@ -94,6 +95,7 @@ class RunContext:
     saver: Saver
     placement: Placement
     evaluation: Mapping[str, PromptSet]
+    ledger: SampleLedger
 
     @classmethod
     @contextmanager
@@ -115,11 +117,16 @@ class RunContext:
             resume_point = start(config, data, num_bytes, identities)
             folder, best = resume_point.folder, config.evaluation.best.metric
             evaluated = {} if best is None else folder.values_of(best)
-            saver = Saver(folder.checkpoints, config, num_bytes, data.data_hash, identities, evaluated)
+            ledger = SampleLedger(folder.samples)
+            saver = Saver(
+                folder.checkpoints, config, num_bytes, data.data_hash, identities, evaluated, ledger.checkpoint
+            )
             print_run_summary(config, resume_point, models.actor, data, placement.describe())
+            checkpoint, state = resume_point.checkpoint, resume_point.state
+            ledger.begin(config, state, folder.attempt, data.data_hash, checkpoint, resume_point.continues)
             try:
                 with events.connected():
-                    yield cls(config, data, resume_point, saver, placement, evaluation)
+                    yield cls(config, data, resume_point, saver, placement, evaluation, ledger)
             except DamagedCheckpoint as damage:  # found by a rank, which verifies its own files
                 loaded = resume_point.checkpoint
                 line = None if loaded is None else fall_back(config, loaded.path, damage)
@@ -139,9 +146,11 @@ class RunContext:
         """Start and return a stopwatch for a step. Its phases are recorded in the run's trace."""
         return Stopwatch(Trace(self.folder.logs).record)
 
-    def take(self, n: int) -> list[Any]:
-        """Return the next n rows from the data."""
-        return [self.data[i] for i in self.state.cursor.take(n)]
+    def take(self, n: int) -> list[PendingPrompt]:
+        """Draw the next n rows from the data, which the current step trains on."""
+        drawn = self.state.draw(n, self.state.step)
+        self.state.under_way.clear()
+        return drawn
 
     def note_solved(self, rates: Mapping[str, float]) -> dict[str, float]:
         """Update the sampling weights of prompts, given their solve rates by prompt id. Return metrics on the weights,
@@ -260,4 +269,5 @@ class RunContext:
                 write(path)
         elif self.folder.model.exists():
             shutil.rmtree(self.folder.model)
+        self.ledger.end(self.state.step)
         self.folder.finish(self.state.step)
