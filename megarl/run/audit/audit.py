@@ -108,7 +108,7 @@ def _weight_lines(history: History) -> list[str]:
     return [
         f"weights      engines confirmed the trainer's checksums after {history.num_confirmed:,} of {len(steps):,} "
         f"updates ({counts['all']:,} over all weights, the others over a sample); {history.num_same_weights:,} of "
-        f"{history.num_starts:,} restarts began with the checksums of their step"
+        f"{history.num_refits:,} restarts began with the checksums of their step"
     ]
 
 
@@ -124,7 +124,7 @@ def _gaps(history: History) -> list[str]:
             lines.append(f"{missing:,} refits were not verified by the engines (rollout.verify_refit)")
         if history.totals.unconfirmed:
             lines.append(f"{history.totals.unconfirmed:,} groups have tokens from versions without verified weights")
-        if missing := history.num_starts - history.num_same_weights:
+        if missing := history.num_refits - history.num_same_weights:
             lines.append(f"{missing:,} restarts could not be compared with the weights of their step")
     if history.base:
         lines.append(f"steps 1 to {history.base}, which another run or an earlier version made")

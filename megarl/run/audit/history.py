@@ -83,8 +83,9 @@ class History:
         """The tables of groups of kept steps that count."""
         self.line = 0
         self.timeline = -1
-        self.undone = self.num_starts = self.num_same_weights = 0
-        """Undone steps, starts after the first one, and starts from weights with the checksums of their step."""
+        self.undone = self.num_starts = self.num_refits = self.num_same_weights = 0
+        """Undone steps, starts after the first one, refits that begin them, and refits with the checksums of their
+        step."""
         self.attempts: dict[int, dict[str, Any]] = {}
         self._begin(0)
 
@@ -198,6 +199,7 @@ class History:
         weights, earlier = content["weights"], self.weights.get(step)
         self._check_weights(step, weights)
         if earlier is not None:
+            self.num_refits += 1
             self.num_same_weights += self._check_same(step, earlier, weights)
         else:
             self.weights[step] = weights

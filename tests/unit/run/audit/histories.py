@@ -85,6 +85,7 @@ class History:
                 if state.step % self.save_every == 0 or state.step == STEPS:
                     self.save(ledger, queue, state)
             ledger.end(STEPS)
+            folder.manifest.write_text(json.dumps({"finished_after_step": STEPS}))
         except Killed:
             if self.rng.random() < 0.3:  # killed while it was writing a line
                 with folder.samples.open("a") as file:
