@@ -326,8 +326,10 @@ class History:
         return any(scope in weights and weights[scope]["engines"] is not None for scope in SCOPES)
 
     def _check_number(self, totals: Totals) -> None:
-        """Check that the step trained on prompts_per_step groups, or on all groups that have a score."""
+        """Check that the step took prompts_per_step groups and trained on as many, or on all that have a score."""
         wanted, has_spare = self.settings["prompts_per_step"], totals.left_out.keys() - {"no score"}
+        num_taken = totals.trained + sum(totals.left_out.values())
+        require(num_taken >= wanted, f"at least {wanted} groups (batch.prompts_per_step)", f"{num_taken}")
         is_right = totals.trained == wanted or (totals.trained < wanted and not has_spare)
         require(is_right, f"{wanted} trained groups (batch.prompts_per_step)", f"{totals.trained}")
 

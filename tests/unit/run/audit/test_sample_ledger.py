@@ -71,7 +71,8 @@ def test_run_from_another_checkpoint_begins_a_new_history(tmp_path: Path) -> Non
 
 
 def test_offline_run_trains_on_each_row_once(tmp_path: Path) -> None:
-    config = load(BASE, ["model.path=m", "data.format=chats", "data.source=x.jsonl", "algorithm.objective.name=sft"])
+    objective = "algorithm.objective={name: sft, aggregation: token_mean}"
+    config = load(BASE, ["model.path=m", "data.format=messages", "data.source=x.jsonl", objective])
     size = config.batch.prompts_per_step
     state, ledger = RunState(0, PromptCursor(2 * size, 0, config.data.shuffle)), SampleLedger(tmp_path / "samples.jsonl")
     (tmp_path / "config.resolved.yaml").write_text(dump(config))
