@@ -34,6 +34,7 @@ from megarl.run.audit.history import FORMAT
 from megarl.step.record import Record
 from megarl.step.state import RunState
 
+
 @dataclass(slots=True)
 class SampleLedger:
     """Appends lines to a run's ledger. Only the driver process writes to it."""

@@ -115,7 +115,9 @@ class Saver:
         self._complete(unfinished, files)
 
     def _complete(self, unfinished: Unfinished, files: Sequence[FileRecord]) -> None:
-        checkpoint = self._checkpoints.commit(unfinished.step, {**self._fixed, "run": unfinished.run}, files, self._sealed)
+        checkpoint = self._checkpoints.commit(
+            unfinished.step, {**self._fixed, "run": unfinished.run}, files, self._sealed
+        )
         self._unfinished = None
         events.send("checkpoint", step=unfinished.step, path=str(checkpoint.path))
         self.keep()

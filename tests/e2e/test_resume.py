@@ -230,7 +230,7 @@ def test_audit_accepts_the_run_and_refuses_an_edit(attempts: int, resumed: Path,
     proof = "\n".join(lines)
     assert is_proven, proof
     for line in (
-        f"steps        {STEPS} (1 to {STEPS}, finished); {attempts - 1} restarts undid ",
+        f"steps        {STEPS} (1 to {STEPS}, finished). Restarts: {attempts - 1}, undone steps: ",
         f"rows         {4 * STEPS} draws from 8 rows, in the order of the data's epochs; {4 * STEPS} trained on, each ",
         f"turns        {4 * STEPS} groups with {16 * STEPS} rollouts, {16 * STEPS} turns and ",
         f"weights      engines confirmed the trainer's checksums after {STEPS} of {STEPS} updates ",

@@ -31,8 +31,8 @@ def audit(path: Path, reads_all: bool = False) -> tuple[bool, list[str]]:
     folder = RunFolder(path)
     if not folder.samples.exists():
         raise UserError(
-            f"{path}: not a run folder with a ledger ({folder.samples.name} is missing). Fix: pass the folder of a run, "
-            "such as runs/latest"
+            f"{path}: not a run folder with a ledger ({folder.samples.name} is missing). Fix: pass the folder of a "
+            "run, such as runs/latest"
         )
     try:
         return True, [printable(line) for line in _proof(folder, math.inf if reads_all else BUDGET_BYTES)]
@@ -58,7 +58,7 @@ def _proof(folder: RunFolder, budget: float) -> list[str]:
     checkpoints = checked(folder.checkpoints, lambda: check_checkpoints(folder, history))
     torn = ", and a partial line, which the killed run was writing" if chain.is_torn else ""
     lines = [
-        f"{folder.path}: every row was trained on once, and the chain is unbroken",
+        f"{folder.path}: proven. Each drawn row was used in one step, none was lost, and the chain is unbroken",
         *_history_lines(history),
         f"checkpoints  {checkpoints}",
         f"files        {', '.join(compared)}",
@@ -71,12 +71,12 @@ def _proof(folder: RunFolder, budget: float) -> list[str]:
 def _history_lines(history: History) -> list[str]:
     totals, num_steps = history.totals, len(history.steps)
     data = history.settings["data"]
-    order = "drawn by weight" if data["shuffle"] is None else "in the order of the data's epochs"
+    order = "in the order of the data's epochs" if history.knows_order else "in any order"
     groups = totals.trained + sum(totals.left_out.values())
     state = "finished" if history.has_ended else "not finished"
     return [
-        f"steps        {num_steps:,} ({history.base + 1} to {history.head}, {state}); {history.num_starts:,} restarts "
-        f"undid {history.undone:,} steps",
+        f"steps        {num_steps:,} ({history.base + 1} to {history.head}, {state}). "
+        f"Restarts: {history.num_starts:,}, undone steps: {history.undone:,}",
         f"rows         {history.num_draws - history.first_draw:,} draws from {data['rows']:,} rows, {order}; "
         f"{totals.trained:,} trained on, each in one step; {_listed('left out', totals.left_out)}; "
         f"{len(history.open):,} pending",
@@ -87,8 +87,8 @@ def _history_lines(history: History) -> list[str]:
         *_weight_lines(history),
         f"dropped      {_listed('groups, which were sampled again', totals.dropped)}",
         f"failed       {_listed('rollouts', totals.failed)}",
-        f"evaluated    {len(history.evaluations):,} times; "
-        f"{sum(each['failed'] for each in history.evaluations.values()):,} rollouts failed",
+        f"evaluations  {len(history.evaluations):,} "
+        f"({sum(each['failed'] for each in history.evaluations.values()):,} failed rollouts)",
     ]
 
 
@@ -126,6 +126,8 @@ def _gaps(history: History) -> list[str]:
             lines.append(f"{history.totals.unconfirmed:,} groups have tokens from versions without verified weights")
         if missing := history.num_refits - history.num_same_weights:
             lines.append(f"{missing:,} restarts could not be compared with the weights of their step")
+    if not history.knows_order:
+        lines.append("the order of the draws, because the data is drawn by weight or has too many rows")
     if history.base:
         lines.append(f"steps 1 to {history.base}, which another run or an earlier version made")
     return lines

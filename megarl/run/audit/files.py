@@ -34,7 +34,9 @@ def check_manifest(folder: RunFolder, history: History) -> None:
     finished = folder.finished_after
     if finished is not None and (finished, True) != (history.head, history.has_ended):
         ended = "its end" if history.has_ended else "no end"
-        raise Broken(str(folder.manifest), f"finished_after_step={history.head} and {ended} in the ledger", f"{finished}")
+        raise Broken(
+            str(folder.manifest), f"finished_after_step={history.head} and {ended} in the ledger", f"{finished}"
+        )
 
 
 def check_settings(folder: RunFolder, history: History) -> str:
@@ -140,7 +142,9 @@ def _described(rows: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     """Return the values of _COMPARED for the lines of a group. Tokens of images are not in the file."""
     versions = [run["version"] for row in rows for run in row["version"] if run["count"]]
     is_text = all("num_response_tokens" in row for row in rows)
-    tokens = sum(sum(row["mask"][::2]) if "mask" in row else row["num_response_tokens"] for row in rows) if is_text else None
+    tokens = (
+        sum(sum(row["mask"][::2]) if "mask" in row else row["num_response_tokens"] for row in rows) if is_text else None
+    )
     rollouts = {row.get("rollout_id", row["sample_id"]) for row in rows}
     newest = max(versions, default=None)
     return rows[0]["prompt_id"], len(rollouts), len(rows), tokens, min(versions, default=None), newest
@@ -191,7 +195,9 @@ def checked(path: Path, check: Callable[[], str]) -> str:
     try:
         return check()
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise Broken(str(path), "lines that megarl writes", f"malformed ones ({type(error).__name__}: {error})") from None
+        raise Broken(
+            str(path), "lines that megarl writes", f"malformed ones ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _of(count: int, total: int) -> str:

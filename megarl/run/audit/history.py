@@ -21,6 +21,9 @@ SCOPES = ("sample", "all")
 MAX_REASONS = 5
 """Maximum number of different reasons that a proof lists."""
 
+MAX_ROWS = 2**23
+"""Maximum number of rows in the data for which the order of an epoch is computed. It takes seconds."""
+
 COUNTS = ("draw", "row", "rollouts", "samples", "turns", "tokens", "failed")
 TABLE = (*COUNTS, "prompt", "group", "oldest", "newest")
 
@@ -260,6 +263,11 @@ class History:
             self.tables[step] = tables
         self.head = self.reached = step
 
+    @property
+    def knows_order(self) -> bool:
+        """Whether the order of the draws is determined by the data's size and the seed, and can be computed."""
+        return self.settings["data"]["shuffle"] is not None and self.settings["data"]["rows"] <= MAX_ROWS
+
     def _draw(self, rows: Sequence[int]) -> None:
         """Add newly drawn rows, in the order of the data."""
         naturals(rows)
@@ -268,7 +276,7 @@ class History:
         for row in rows:
             if row >= size:
                 raise _Rule(f"one of the {size} rows of the data", f"row {row}")
-            if data["shuffle"] is not None:
+            if self.knows_order:
                 epoch, position = divmod(self.num_draws, size)
                 if self._order[0] != epoch:
                     state = {"num_prompts": size, "seed": data["seed"], "shuffle": data["shuffle"], "position": 0}
@@ -288,7 +296,9 @@ class History:
                 raise _Rule(f"a pending row as draw {draw}", f"row {row}, {self._fate(draw)}")
         for rollouts, failed, samples in zip(table["rollouts"], table["failed"], table["samples"], strict=True):
             if failed > rollouts or not samples:
-                raise _Rule("at most as many failures as rollouts, and a sample", f"{failed} failures, {samples} samples")
+                raise _Rule(
+                    "at most as many failures as rollouts, and a sample", f"{failed} failures, {samples} samples"
+                )
 
     def _fate(self, draw: int) -> str:
         """Describe what happened to a draw that is not pending."""
@@ -301,19 +311,18 @@ class History:
 
     def _check_versions(self, step: int, table: Mapping[str, Sequence[Any]], totals: Totals) -> None:
         bound = self.settings["max_staleness"]
-        unconfirmed = [version for version in range(step - (bound or 0) - 1, step) if not self.is_confirmed(version)]
+        earliest = step if bound is None else max(0, step - 1 - bound)
+        unconfirmed = [version for version in range(max(earliest, self.base), step) if not self.is_confirmed(version)]
         for oldest, newest, draw in zip(table["oldest"], table["newest"], table["draw"], strict=True):
             if oldest is None and newest is None:  # no token was sampled
                 continue
-            is_valid = type(oldest) is int and type(newest) is int and bound is not None
-            if not is_valid or not max(0, step - 1 - bound) <= oldest <= newest <= step - 1:
+            if type(oldest) is not int or type(newest) is not int or not earliest <= oldest <= newest < step:
                 raise _Rule(
-                    f"tokens of draw {draw} from versions {max(0, step - 1 - (bound or 0))} to {step - 1} "
-                    f"(rollout.max_staleness={bound})",
+                    f"tokens of draw {draw} from versions {earliest} to {step - 1} (rollout.max_staleness={bound})",
                     f"versions {shown(oldest)} to {shown(newest)}",
                 )
             totals.oldest = max(totals.oldest, step - 1 - oldest)
-            totals.unconfirmed += any(oldest <= version <= newest for version in unconfirmed)
+            totals.unconfirmed += oldest < self.base or any(oldest <= version <= newest for version in unconfirmed)
 
     @property
     def num_confirmed(self) -> int:

@@ -36,9 +36,7 @@ def test_digests_are_equal_for_equal_weights():
     assert other["all"]["trainer"] == other["all"]["engines"] != first["all"]["trainer"]
 
 
-@pytest.mark.parametrize(
-    "engines", [[COMPLETE, {0: 100, 1: 101}], [{}], [COMPLETE, COMPLETE | {2: 9}], []], ids=str
-)
+@pytest.mark.parametrize("engines", [[COMPLETE, {0: 100, 1: 101}], [{}], [COMPLETE, COMPLETE | {2: 9}], []], ids=str)
 def test_digest_of_engines_needs_every_engine(engines):
     assert summary(VALUES, engines)["all"]["engines"] is None
     assert summary(VALUES, engines)["sample"]["engines"] is None

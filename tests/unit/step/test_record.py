@@ -28,7 +28,14 @@ def test_record_counts_rollouts_turns_and_versions():
     ]
     third = [replace(sample(f"5.2.{k}", "", 1, 4, 4), prompt_id="q") for k in range(2)]
     scores = [Score(float(k), {}) for k in range(2)]
-    scores += [Score(1.0, {}), Score(1.0, {}), Score(0.0, {}), Score(None, {}, "x" * 200), Score(1.0, {}), Score(1.0, {})]
+    scores += [
+        Score(1.0, {}),
+        Score(1.0, {}),
+        Score(0.0, {}),
+        Score(None, {}, "x" * 200),
+        Score(1.0, {}),
+        Score(1.0, {}),
+    ]
     items = [PendingPrompt(8, 4, 20), PendingPrompt(3, 2, 11), PendingPrompt(9, 4, 21)]
     draws = Draws([8, 9], items, [(PendingPrompt(6, 4, 12), True), (PendingPrompt(7, 4, 13), False)])
     scored = [

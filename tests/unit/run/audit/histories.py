@@ -71,7 +71,7 @@ class History:
         ledger.begin(self.config, state, self.attempt, "hash", checkpoint, continues=checkpoint is not None)
         killed_at = self.rng.randint(0, 25 * self.save_every) if self.kills else 10**9
         rollouts = Clocked(self.rng, self.seconds, killed_at, saves)
-        queue = queue_of(self.config, rollouts, state, saves)
+        queue: Any = queue_of(self.config, rollouts, state, saves)
         saves.target = None
         if checkpoint is not None:
             queue.restore(saves)

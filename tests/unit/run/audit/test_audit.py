@@ -240,7 +240,10 @@ def evaluate_twice(lines: list[Line]) -> None:
         (take_another_row, "expected a pending row as draw"),
         (lose_a_row, r"expected the \d+ pending rows after step \d+, but found \d+, with differences"),
         (draw_in_another_order, r"expected row \d as draw \d+ \(epoch \d+\), but found row"),
-        (exceed_the_bound, r"expected tokens of draw \d+ from versions \d+ to 11 \(rollout.max_staleness=\d\), but found"),
+        (
+            exceed_the_bound,
+            r"expected tokens of draw \d+ from versions \d+ to 11 \(rollout.max_staleness=\d\), but found",
+        ),
         (use_future_weights, r"expected tokens of draw \d+ from versions \d+ to 11 .*, but found versions \d+ to 12"),
         (raise_the_bound, r"config.resolved.yaml: expected rollout.max_staleness=\d, as the ledger's attempt"),
         (repeat_a_group, "expected each group in one step only, but found group"),
@@ -298,7 +301,10 @@ def replace(file: Path, old: str, new: str) -> None:
     ("damage", "message"),
     [
         (lambda run: remove_line(run / "metrics.jsonl", 3), "metrics.jsonl line 4: expected step 4, but found step 5"),
-        (lambda run: remove_line(run / "metrics.jsonl", -1), "expected 12 steps, as in the ledger of this finished run"),
+        (
+            lambda run: remove_line(run / "metrics.jsonl", -1),
+            "expected 12 steps, as in the ledger of this finished run",
+        ),
         (
             lambda run: replace(run / "metrics.jsonl", '"engines/alive": 2', '"engines/alive": 3'),
             "metrics.jsonl line 1: expected engines/alive=2",
@@ -314,7 +320,10 @@ def replace(file: Path, old: str, new: str) -> None:
         ),
         (lambda run: (run / "checkpoints/step_000012/manifest.json").unlink(), "expected an intact checkpoint"),
         (lambda run: replace(run / "manifest.json", "12", "11"), "and its end in the ledger, but found 11"),
-        (lambda run: replace(run / "config.resolved.yaml", "prompts_per_step: 3", "prompts_per_step: 4"), "but found 4"),
+        (
+            lambda run: replace(run / "config.resolved.yaml", "prompts_per_step: 3", "prompts_per_step: 4"),
+            "but found 4",
+        ),
     ],
 )
 def test_contradiction_with_another_file_is_refused(
@@ -347,7 +356,7 @@ def test_values_of_other_types_never_raise(finished: Path, copied: Path, data: s
 
 def test_commands_exit_code_is_1_for_a_break(finished: Path, copied: Path) -> None:
     result = CliRunner().invoke(app, ["audit", str(finished)])
-    assert result.exit_code == 0 and result.stdout.startswith(f"{finished}: every row was trained on once")
+    assert result.exit_code == 0 and result.stdout.startswith(f"{finished}: proven. Each drawn row")
     refusal(copied, b"")
     result = CliRunner().invoke(app, ["audit", str(copied)])
     assert result.exit_code == 1 and result.stderr.startswith(f"{copied}/samples.jsonl: expected a line `run`")

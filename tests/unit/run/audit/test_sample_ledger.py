@@ -65,7 +65,7 @@ def test_run_from_another_checkpoint_begins_a_new_history(tmp_path: Path) -> Non
         state.draw(3 * step, step)
         ledger.begin(config, state, 1, "hash", None, continues=False)
     is_proven, lines = audit(tmp_path)
-    assert is_proven and "steps        0 (8 to 7, not finished); 1 restarts undid 0 steps" in lines
+    assert is_proven and "steps        0 (8 to 7, not finished). Restarts: 1, undone steps: 0" in lines
     assert any("0 draws from 5 rows" in line and "; 21 pending" in line for line in lines)
     assert lines[-1] == "not proven   steps 1 to 7, which another run or an earlier version made"
 
@@ -74,7 +74,10 @@ def test_offline_run_trains_on_each_row_once(tmp_path: Path) -> None:
     objective = "algorithm.objective={name: sft, aggregation: token_mean}"
     config = load(BASE, ["model.path=m", "data.format=messages", "data.source=x.jsonl", objective])
     size = config.batch.prompts_per_step
-    state, ledger = RunState(0, PromptCursor(2 * size, 0, config.data.shuffle)), SampleLedger(tmp_path / "samples.jsonl")
+    state, ledger = (
+        RunState(0, PromptCursor(2 * size, 0, config.data.shuffle)),
+        SampleLedger(tmp_path / "samples.jsonl"),
+    )
     (tmp_path / "config.resolved.yaml").write_text(dump(config))
     ledger.begin(config, state, 1, "hash", None, continues=False)
     for state.step in (1, 2, 3):
