@@ -97,7 +97,7 @@ class SampleLedger:
 
     def back(self, step: int, cause: str) -> None:
         """Record that the current attempt continues after `step`, in a new timeline. Later steps and checkpoints no
-        longer count. Call it before any of these steps runs again."""
+        longer count. Call it before any of these steps runs again, and `refit` before the next step."""
         self._back(step, {"cause": cause})
 
     def _back(self, step: int, content: Mapping[str, Any]) -> None:

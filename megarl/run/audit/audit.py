@@ -10,6 +10,7 @@ from megarl.core.text import printable
 from megarl.run.audit.chain import Broken, Chain
 from megarl.run.audit.files import (
     BUDGET_BYTES,
+    Listing,
     check_checkpoints,
     check_evaluations,
     check_manifest,
@@ -41,8 +42,8 @@ def audit(path: Path, reads_all: bool = False) -> tuple[bool, list[str]]:
 
 
 def _proof(folder: RunFolder, budget: float) -> list[str]:
-    files = folder.rollout_files()
-    chosen = chosen_files(files, budget)
+    listing = Listing.of(folder)
+    chosen = chosen_files(listing.rollouts, budget)
     chain, history = Chain(folder.samples), History(chosen)
     for content in chain.lines():
         history.read(chain.number, content, chain.place())
@@ -51,12 +52,12 @@ def _proof(folder: RunFolder, budget: float) -> list[str]:
     check_manifest(folder, history)
     checked(folder.config, lambda: check_settings(folder, history))
     compared = [
-        checked(folder.metrics, lambda: check_metrics(folder, history)),
-        checked(folder.path / "rollouts", lambda: check_rollouts(chosen, history, len(files))),
+        checked(folder.metrics, lambda: check_metrics(folder, history, listing.metrics_bytes)),
+        checked(folder.path / "rollouts", lambda: check_rollouts(chosen, history, len(listing.rollouts))),
         checked(folder.path / "evaluations", lambda: check_evaluations(folder, history, budget)),
     ]
-    checkpoints = checked(folder.checkpoints, lambda: check_checkpoints(folder, history))
-    torn = ", and a partial line, which the killed run was writing" if chain.is_torn else ""
+    checkpoints = checked(folder.checkpoints, lambda: check_checkpoints(listing.checkpoints, history))
+    torn = " and a partial one" if chain.is_torn else ""
     lines = [
         f"{folder.path}: proven. Each drawn row was used in one step, none was lost, and the chain is unbroken",
         *_history_lines(history),

@@ -21,6 +21,10 @@ _END_BYTES = len(', "hash": ""}\n') + HASH_DIGITS
 """Size of the part of a line that its hash does not cover."""
 
 
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
+"""Errors due to JSON values of other types than those that megarl writes."""
+
+
 class Broken(Exception):
     """The first contradiction in a run's files."""
 

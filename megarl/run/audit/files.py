@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from megarl.config import document
-from megarl.core.checkpoint import Checkpoint
+from megarl.core.checkpoint import NAME, Checkpoint
 from megarl.core.errors import UserError
 from megarl.core.files import is_plain, lines_of, numbered, open_regular, read_text, shown
-from megarl.run.audit.chain import Broken
+from megarl.run.audit.chain import MALFORMED, Broken
 from megarl.run.audit.history import History
 from megarl.run.folder import ATTEMPT, RunFolder
 
@@ -56,13 +59,33 @@ def check_settings(folder: RunFolder, history: History) -> str:
     return ""
 
 
-def check_metrics(folder: RunFolder, history: History) -> str:
-    """Compare the steps in metrics.jsonl with the ledger. A killed run may not have written its last steps."""
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Files of a run, listed before its ledger is read. A run that continues writes its ledger before these files.
+
+    Attributes:
+        metrics_bytes: size of metrics.jsonl; 0 if it does not exist.
+        checkpoints, rollouts: paths by step.
+    """
+
+    metrics_bytes: int
+    checkpoints: Mapping[int, Path]
+    rollouts: Mapping[int, Path]
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> Listing:
+        size = folder.metrics.lstat().st_size if os.path.lexists(folder.metrics) else 0
+        return cls(size, numbered(folder.checkpoints, NAME), folder.rollout_files())
+
+
+def check_metrics(folder: RunFolder, history: History, num_bytes: int) -> str:
+    """Compare the steps in metrics.jsonl, up to its size `num_bytes`, with the ledger. A killed run may not have
+    written its last steps."""
     path, steps = folder.metrics, {step.number: step for step in history.steps}
-    if not path.exists():
+    if not num_bytes:
         return "no metrics.jsonl"
     expected = None
-    for number, row in _objects(path):
+    for number, row in _objects(path, num_bytes):
         step, place = row.get("step"), f"{path} line {number}"
         if not is_plain(step, int) or 0 < step <= history.base or step == 0:
             continue
@@ -86,10 +109,10 @@ def check_metrics(folder: RunFolder, history: History) -> str:
     return f"metrics.jsonl has {_of(count, len(steps))} steps"
 
 
-def check_checkpoints(folder: RunFolder, history: History) -> str:
-    """Compare the manifest of each checkpoint with the ledger, and the sizes of its files with the manifest."""
-    found = numbered(folder.checkpoints, "step_{:06d}")
-    found = {step: path for step, path in found.items() if not history.head < step <= history.reached}
+def check_checkpoints(checkpoints: Mapping[int, Path], history: History) -> str:
+    """Compare the manifest of each checkpoint with the ledger, and the sizes of its files with the manifest. A run that
+    continues may remove checkpoints."""
+    found = {step: path for step, path in checkpoints.items() if not history.head < step <= history.reached}
     known = {step: path for step, path in found.items() if step > history.base or step in history.checkpoints}
     for step, path in known.items():
         expected = history.checkpoints.get(step)
@@ -98,6 +121,8 @@ def check_checkpoints(folder: RunFolder, history: History) -> str:
         try:
             digest = Checkpoint.open(path).digest
         except UserError as damage:
+            if not path.exists():
+                continue
             raise Broken(str(path), "an intact checkpoint", str(damage)) from None
         if digest != expected:
             raise Broken(str(path), f"the SHA-256 {expected[:16]}… of its manifest", f"{digest[:16]}…")
@@ -175,11 +200,12 @@ def check_evaluations(folder: RunFolder, history: History, budget: float) -> str
     return f"{_of(len(chosen), len(history.evaluations))} evaluations compared"
 
 
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects in a JSONL file with their line numbers. Skip a partial last line."""
+def _objects(path: Path, num_bytes: float = math.inf) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects in the first bytes of a JSONL file with their line numbers. Skip a partial last line."""
     with open_regular(path) as file:
         for number, line in enumerate(lines_of(file), 1):
-            if not line.endswith(b"\n"):
+            num_bytes -= len(line)
+            if not line.endswith(b"\n") or num_bytes < 0:
                 return
             try:
                 row = json.loads(line)
@@ -194,7 +220,9 @@ def checked(path: Path, check: Callable[[], str]) -> str:
     """Run a check of files in which values may have any type."""
     try:
         return check()
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except UserError:
+        raise
+    except MALFORMED as error:
         raise Broken(
             str(path), "lines that megarl writes", f"malformed ones ({type(error).__name__}: {error})"
         ) from None

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.core.files import shown
 from megarl.data.cursor import PromptCursor
-from megarl.run.audit.chain import Broken
+from megarl.run.audit.chain import MALFORMED, Broken
 
 FORMAT = 1
 """Version of the ledger's format."""
@@ -126,7 +126,7 @@ class History:
             getattr(self, f"_read_{kind}")(content["step"], content)
         except _Rule as rule:
             raise Broken(place, *map(str, rule.args)) from None
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        except MALFORMED as error:
             raise Broken(place, "a complete line", f"a malformed one ({type(error).__name__}: {error})") from None
 
     def _read_run(self, step: int, content: Mapping[str, Any]) -> None:
@@ -252,7 +252,7 @@ class History:
         totals.left_out.update(content["left_out"].get("why", ()))
         self._check_number(totals)
         self._check_failures(tables, content["failed"], totals)
-        self._drop(content["dropped"], totals)
+        self._check_dropped(content["dropped"], taken, totals)
         if weights:
             self._check_weights(step, weights)
         self.weights[step] = weights
@@ -358,12 +358,14 @@ class History:
         require(found == expected, f"failed rollouts by group {shown(expected)}", shown(dict(found)))
         totals.failed.update(reasons)
 
-    def _drop(self, dropped: Mapping[str, Sequence[Any]], totals: Totals) -> None:
-        draws = dropped.get("draw", ())
+    def _check_dropped(self, dropped: Mapping[str, Sequence[Any]], taken: Sequence[int], totals: Totals) -> None:
+        """Check that dropped groups are of rows that are still pending, or that the step took in a later round."""
+        draws, reasons = dropped.get("draw", ()), dropped.get("why", ())
         for draw in draws:
-            require(draw in self.open, f"a pending row as draw {draw}", "a dropped group of another row")
-        require(len(dropped.get("why", ())) == len(draws), "a reason for each dropped group", "other reasons")
-        totals.dropped.update(dropped.get("why", ()))
+            if draw not in self.open and draw not in taken:
+                raise _Rule(f"a pending row as draw {draw}", f"a dropped group of a row {self._fate(draw)}")
+        require(len(reasons) == len(draws), "a reason for each dropped group", f"{len(reasons)} reasons")
+        totals.dropped.update(reasons)
 
     def _read_evaluation(self, step: int, content: Mapping[str, Any]) -> None:
         require(step == self.head, f"an evaluation after step {self.head}", f"step {step}")

@@ -42,6 +42,8 @@ class History:
         keys = ("rollout.on_stale=drop", f"batch.oversampling={factor}") if drops and factor > 1 else ()
         self.config = config_of(staleness, "data.shuffle=true", *keys)
         self.save_every = rng.randint(1, 3)
+        self.drops_in_rounds = seed % 2 == 0
+        """Whether stale groups are dropped after each round, as when a reward model shares devices with the engines."""
         self.saves, self.checkpoints = Saves(folder / "finished"), Checkpoints(folder / "checkpoints")
         self.saves.run = json.dumps(RunState(0, PromptCursor(NUM_ROWS, seed, shuffle=True)).dump())
         self.saves.state = {"config": self.config.model_dump()}
@@ -118,6 +120,8 @@ class History:
             groups = queue.take(state.step, further, lambda: None)
             scores += [self.score() for group in groups for _ in group]
             sampled += groups
+            if self.drops_in_rounds:
+                queue.drop(state.step)
         queue.drop(state.step)
         scored = self.scored(sampled, scores)
         record = step_record(queue.take_draws(), sampled, scores, scored, choose(scored, PER_STEP))
