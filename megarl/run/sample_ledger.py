@@ -27,8 +27,7 @@ from typing import Any
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import UserError
-from megarl.core.files import open_regular, retry_when_full, sync
-from megarl.data.cursor import PromptCursor
+from megarl.core.files import is_plain, open_regular, retry_when_full, sync
 from megarl.run.audit.chain import START, recorded_hash, sealed
 from megarl.run.audit.history import FORMAT
 from megarl.step.record import Record
@@ -40,25 +39,24 @@ class SampleLedger:
     """Appends lines to a run's ledger. Only the driver process writes to it."""
 
     path: Path
-    _hash: str = field(init=False, default=START)
-    _timeline: int = field(init=False, default=0)
+    _end: tuple[str, int, int] = field(init=False, default=(START, 0, -1))
+    """Hash of the last line, size of the file up to its end, and its timeline. A partial line may follow if a write was
+    interrupted."""
 
     def __post_init__(self) -> None:
-        """Continue the file, if it exists. A killed run may have left a partial last line, which is removed."""
-        if not os.path.lexists(self.path):
-            return
-        line = _last_line(self.path)
+        """Continue the file, if it exists. A killed run may have left a partial last line."""
+        line, size = _last_line(self.path) if os.path.lexists(self.path) else (b"", 0)
         if not line:
             return
         found, content = recorded_hash(line), None
         with suppress(ValueError):
             content = json.loads(line)
-        if found is None or not isinstance(content, dict) or not isinstance(content.get("timeline"), int):
+        if found is None or not isinstance(content, dict) or not is_plain(content.get("timeline"), int):
             raise UserError(
                 f"{self.path}: its last line is damaged. Fix: move the file away. The ledger then begins at the step "
                 "after which the run resumes"
             )
-        self._hash, self._timeline = found, content["timeline"]
+        self._end = found, size, content["timeline"]
 
     def begin(
         self,
@@ -72,7 +70,7 @@ class SampleLedger:
         """Record the start of an attempt, which continues after `state.step` from `checkpoint`, if any. `continues`:
         whether the checkpoint belongs to this run. If not, earlier lines in the file no longer count."""
         pending = sorted(state.pending, key=lambda item: item.draw)
-        cursor = state.cursor.state()
+        cursor: Mapping[str, Any] = {**state.cursor.state()}
         settings = {
             "cause": f"attempt {attempt} starts" + ("" if checkpoint is None else f" from {checkpoint.path}"),
             "attempt": attempt,
@@ -85,24 +83,19 @@ class SampleLedger:
                 "hash": data_hash,
                 "rows": cursor["num_prompts"],
                 "seed": cursor["seed"],
-                "shuffle": config.data.shuffle if isinstance(state.cursor, PromptCursor) else None,
+                "shuffle": cursor.get("shuffle"),  # None if rows are drawn by weight
             },
         }
-        if continues and self._hash != START:
-            self._back(state.step, settings)
+        if continues and self._end[0] != START:
+            self._append("back", state.step, settings)
             return
-        self._timeline += self._hash != START
         self._append("run", state.step, {"format": FORMAT, **settings})
         sync(self.path.parent)
 
     def back(self, step: int, cause: str) -> None:
         """Record that the current attempt continues after `step`, in a new timeline. Later steps and checkpoints no
         longer count. Call it before any of these steps runs again, and `refit` before the next step."""
-        self._back(step, {"cause": cause})
-
-    def _back(self, step: int, content: Mapping[str, Any]) -> None:
-        self._timeline += 1
-        self._append("back", step, content)
+        self._append("back", step, {"cause": cause})
 
     def refit(self, step: int, weights: Mapping[str, Any]) -> None:
         """Record a refit with the weights after `step`, other than the step's own refit."""
@@ -113,6 +106,7 @@ class SampleLedger:
         self._append("step", step, {**record, "weights": weights or {}})
 
     def evaluation(self, step: int, sets: Sequence[Mapping[str, Any]]) -> None:
+        """Record the evaluation sets that were sampled after a step."""
         self._append("evaluation", step, {"sets": sets})
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -120,39 +114,36 @@ class SampleLedger:
         self._append("checkpoint", checkpoint.step, {"checkpoint": checkpoint.digest})
 
     def end(self, step: int) -> None:
+        """Record that the run finished after `step`."""
         self._append("end", step, {})
 
     def _append(self, kind: str, step: int, content: Mapping[str, Any]) -> None:
-        fields = {"kind": kind, "step": step, "timeline": self._timeline, "time": round(time.time(), 3), **content}
-        self._hash, line = sealed(self._hash, fields)
-        retry_when_full(lambda: _append_durably(self.path, line), self.path)
+        previous, size, timeline = self._end
+        timeline += kind in ("run", "back")
+        fields = {"kind": kind, "step": step, "timeline": timeline, "time": round(time.time(), 3), **content}
+        digest, line = sealed(previous, fields)
+        retry_when_full(lambda: _write_durably(self.path, size, line), self.path)
+        self._end = digest, size + len(line), timeline  # one assignment, since a signal may interrupt at any point
 
 
-def _append_durably(path: Path, line: bytes) -> None:
-    """Append a line and flush it to disk, or leave the file unchanged if OSError is raised."""
+def _write_durably(path: Path, size: int, line: bytes) -> None:
+    """Write a line after the first `size` bytes of the file, and flush it to disk."""
     with path.open("ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            left = memoryview(line)
-            while left:
-                left = left[file.write(left) or 0 :]
-            os.fsync(file.fileno())
-        except OSError:
-            with suppress(OSError):
-                file.truncate(size)
-            raise
+        file.truncate(size)
+        left = memoryview(line)
+        while left:
+            left = left[file.write(left) or 0 :]
+        os.fsync(file.fileno())
 
 
-def _last_line(path: Path) -> bytes:
-    """Remove a partial last line from the file and return the last complete line; empty if there is none."""
+def _last_line(path: Path) -> tuple[bytes, int]:
+    """Return the last complete line, and the size of the file up to its end. The line is empty if there is none."""
     with open_regular(path) as file:
-        content_end = end = file.seek(0, os.SEEK_END)
+        size = start = file.seek(0, os.SEEK_END)
         tail = b""
-        while end and tail.count(b"\n") < 2:
-            start = max(0, end - 2**16)
+        while start and tail.count(b"\n") < 2:
+            stop, start = start, max(0, start - 2**16)
             file.seek(start)
-            tail, end = file.read(end - start) + tail, start
+            tail = file.read(stop - start) + tail
     complete = tail[: tail.rfind(b"\n") + 1]
-    if len(complete) < len(tail):
-        os.truncate(path, content_end - len(tail) + len(complete))
-    return complete[complete.rfind(b"\n", 0, -1) + 1 :]
+    return complete[complete.rfind(b"\n", 0, -1) + 1 :], size - len(tail) + len(complete)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,11 @@ def test_partial_last_line_is_removed(tmp_path: Path, num_bytes: int) -> None:
     ledger.refit(0, {"name": "x" * 2**18})
     path.write_bytes(path.read_bytes()[: len(whole) + num_bytes])
     assert len(lines_of(path)) == 2
-    again = SampleLedger(path)
-    assert path.read_bytes() == whole
-    again.back(0, "a rank was lost")
-    assert [(line["kind"], line["timeline"]) for line in lines_of(path)] == [("refit", 0), ("refit", 0), ("back", 1)]
     SampleLedger(path).back(0, "a rank was lost")
-    assert lines_of(path)[-1]["timeline"] == 2
+    assert path.read_bytes().startswith(whole)
+    assert [(line["kind"], line["timeline"]) for line in lines_of(path)] == [("refit", -1), ("refit", -1), ("back", 0)]
+    SampleLedger(path).back(0, "a rank was lost")
+    assert lines_of(path)[-1]["timeline"] == 1
 
 
 def test_ledger_with_only_a_partial_line_begins_again(tmp_path: Path) -> None:
@@ -91,3 +91,21 @@ def test_offline_run_trains_on_each_row_once(tmp_path: Path) -> None:
     assert f"{3 * size} trained on, each in one step" in lines[2] and f"{9 * size:,} trained tokens" in lines[3]
     path = tmp_path / "samples.jsonl"
     assert json.loads(path.read_text().splitlines()[-2])["trained"]["row"] == [item.row for item in items]
+
+
+def test_interrupted_write_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may arrive before or after a line is flushed. The run may record a checkpoint afterwards."""
+    path = tmp_path / "samples.jsonl"
+    ledger = SampleLedger(path)
+    ledger.refit(0, {})
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.back(0, "a rank was lost")
+    assert [(line["kind"], line["timeline"]) for line in lines_of(path)] == [("refit", -1), ("back", 0)]
+    ledger.end(0)
+    assert [(line["kind"], line["timeline"]) for line in lines_of(path)] == [("refit", -1), ("end", -1)]
