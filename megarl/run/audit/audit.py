@@ -12,8 +12,8 @@ from megarl.run.audit.files import (
     BUDGET_BYTES,
     Listing,
     check_checkpoints,
+    check_end,
     check_evaluations,
-    check_manifest,
     check_metrics,
     check_rollouts,
     check_settings,
@@ -49,7 +49,7 @@ def _proof(folder: RunFolder, budget: float) -> list[str]:
         history.read(chain.number, content, chain.place())
     if not chain.number:
         raise Broken(str(folder.samples), "a line `run`, which begins a ledger", "no complete line")
-    check_manifest(folder, history)
+    check_end(folder, history, listing.finished_after)
     checked(folder.config, lambda: check_settings(folder, history))
     compared = [
         checked(folder.metrics, lambda: check_metrics(folder, history, listing.metrics_bytes)),

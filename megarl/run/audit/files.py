@@ -33,8 +33,8 @@ def chosen_files(files: Mapping[int, Path], budget: float) -> dict[int, Path]:
     return {step: files[step] for step, size in zip(order, sizes, strict=True) if size <= budget}
 
 
-def check_manifest(folder: RunFolder, history: History) -> None:
-    finished = folder.finished_after
+def check_end(folder: RunFolder, history: History, finished: int | None) -> None:
+    """Compare the last step in the manifest of a finished run with the ledger."""
     if finished is not None and (finished, True) != (history.head, history.has_ended):
         ended = "its end" if history.has_ended else "no end"
         raise Broken(
@@ -64,10 +64,12 @@ class Listing:
     """Files of a run, listed before its ledger is read. A run that continues writes its ledger before these files.
 
     Attributes:
+        finished_after: last step of a finished run, or None.
         metrics_bytes: size of metrics.jsonl; 0 if it does not exist.
         checkpoints, rollouts: paths by step.
     """
 
+    finished_after: int | None
     metrics_bytes: int
     checkpoints: Mapping[int, Path]
     rollouts: Mapping[int, Path]
@@ -75,7 +77,7 @@ class Listing:
     @classmethod
     def of(cls, folder: RunFolder) -> Listing:
         size = folder.metrics.lstat().st_size if os.path.lexists(folder.metrics) else 0
-        return cls(size, numbered(folder.checkpoints, NAME), folder.rollout_files())
+        return cls(folder.finished_after, size, numbered(folder.checkpoints, NAME), folder.rollout_files())
 
 
 def check_metrics(folder: RunFolder, history: History, num_bytes: int) -> str:
