@@ -44,7 +44,7 @@ def audit(path: Path, reads_all: bool = False) -> tuple[bool, list[str]]:
 def _proof(folder: RunFolder, budget: float) -> list[str]:
     listing = Listing.of(folder)
     chosen = chosen_files(listing.rollouts, budget)
-    chain, history = Chain(folder.samples), History(chosen)
+    chain, history = Chain(folder.samples), History(chosen, listing.checkpoints)
     for content in chain.lines():
         history.read(chain.number, content, chain.place())
     if not chain.number:

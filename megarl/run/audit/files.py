@@ -112,8 +112,8 @@ def check_metrics(folder: RunFolder, history: History, num_bytes: int) -> str:
 
 
 def check_checkpoints(checkpoints: Mapping[int, Path], history: History) -> str:
-    """Compare the manifest of each checkpoint with the ledger, and the sizes of its files with the manifest. A run that
-    continues may remove checkpoints."""
+    """Compare the manifest of each checkpoint and the pending rows in it with the ledger, and the sizes of its files
+    with the manifest. A run that continues may remove checkpoints."""
     found = {step: path for step, path in checkpoints.items() if not history.head < step <= history.reached}
     known = {step: path for step, path in found.items() if step > history.base or step in history.checkpoints}
     for step, path in known.items():
@@ -121,13 +121,18 @@ def check_checkpoints(checkpoints: Mapping[int, Path], history: History) -> str:
         if expected is None:
             raise Broken(str(path), f"only checkpoints of the ledger, up to step {history.head}", "another checkpoint")
         try:
-            digest = Checkpoint.open(path).digest
+            checkpoint = Checkpoint.open(path)
         except UserError as damage:
             if not path.exists():
                 continue
             raise Broken(str(path), "an intact checkpoint", str(damage)) from None
-        if digest != expected:
-            raise Broken(str(path), f"the SHA-256 {expected[:16]}… of its manifest", f"{digest[:16]}…")
+        if checkpoint.digest != expected:
+            raise Broken(str(path), f"the SHA-256 {expected[:16]}… of its manifest", f"{checkpoint.digest[:16]}…")
+        state = checkpoint.state["run"]
+        rows = zip(state["under_way_draws"], state["under_way"], strict=True)
+        saved = state["num_draws"], dict(rows)
+        if step > history.base and saved != history.pending[step]:
+            raise Broken(str(path), f"the draws and pending rows {shown(history.pending[step])}", shown(saved))
     earlier = "" if known == found else f", {len(found) - len(known)} older than the ledger"
     return f"{len(history.checkpoints)} recorded, {len(known)} on disk with the recorded SHA-256{earlier}"
 

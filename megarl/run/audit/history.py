@@ -79,11 +79,13 @@ class History:
         reached: the last step before the last line `back`, if no step follows it. Other files may not be cut yet.
     """
 
-    def __init__(self, kept: Collection[int] = ()) -> None:
-        """kept: the steps whose tables are kept, to compare them with files."""
-        self._kept = frozenset(kept)
+    def __init__(self, kept: Collection[int] = (), saved: Collection[int] = ()) -> None:
+        """kept, saved: the steps with rollout files and with checkpoints, which are compared with the ledger."""
+        self._kept, self._saved = frozenset(kept), frozenset(saved)
         self.tables: dict[int, list[dict[str, Any]]] = {}
         """The tables of groups of kept steps that count."""
+        self.pending: dict[int, tuple[int, dict[int, int]]] = {}
+        """Number of draws, and the pending rows by draw, after each saved step."""
         self.line = 0
         self.timeline = -1
         self.undone = self.num_starts = self.num_refits = self.num_same_weights = 0
@@ -261,6 +263,8 @@ class History:
         self.totals.add(totals)
         if step in self._kept:
             self.tables[step] = tables
+        if step in self._saved:
+            self.pending[step] = self.num_draws, dict(self.open)
         self.head = self.reached = step
 
     @property

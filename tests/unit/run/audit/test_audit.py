@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megarl.cli import app
+from megarl.core.checkpoint import Checkpoint, write_manifest
 from megarl.core.errors import UserError
 from megarl.run.audit.audit import audit
 from megarl.run.audit.chain import START, sealed
@@ -365,3 +366,14 @@ def test_commands_exit_code_is_1_for_a_break(finished: Path, copied: Path) -> No
 def test_folder_without_a_ledger_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path}: not a run folder with a ledger .* Fix: pass the folder of a run"):
         audit(tmp_path)
+
+
+def test_checkpoint_with_other_pending_rows_is_refused(finished: Path, tmp_path: Path) -> None:
+    """The checkpoint has correct checksums, and the ledger has its SHA-256."""
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / f"step_{STEPS:06d}"
+    state = Checkpoint.open(path).state
+    write_manifest(path, STEPS, {**state, "run": {**state["run"], "num_draws": state["run"]["num_draws"] + 1}}, ())
+    lines = [json.loads(line) for line in ledger_of(finished)]
+    last(lines, "checkpoint", STEPS)["checkpoint"] = Checkpoint.open(path).digest
+    assert f"{path}: expected the draws and pending rows (" in refusal(tmp_path / "run", resealed(lines))
