@@ -83,12 +83,13 @@ class Draws:
     Attributes:
         rows: the newly drawn rows, in order.
         taken: the rows of the groups that the step took, in the order in which `take` returned them.
-        dropped: the rows whose rollouts were too stale, each with whether its rollouts were aborted. They restart.
+        dropped: the rows whose rollouts were too stale, each with its number of samples and whether its rollouts were
+            aborted. They restart.
     """
 
     rows: list[int] = field(default_factory=list)
     taken: list[PendingPrompt] = field(default_factory=list)
-    dropped: list[tuple[PendingPrompt, bool]] = field(default_factory=list)
+    dropped: list[tuple[PendingPrompt, int, bool]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -196,8 +197,10 @@ class RolloutQueue:
             return
         self.workers.engines.router.abort([group.names for group in expired if not group.pending.advance()])
         for group in expired:
-            self._dropped.add(group.result(), len(group.names))
-            self._draws.dropped.append((group.item, isinstance(group.result(), Aborted)))
+            sampled = group.result()
+            self._dropped.add(sampled, len(group.names))
+            is_aborted = isinstance(sampled, Aborted)
+            self._draws.dropped.append((group.item, len(group.names) if is_aborted else len(sampled), is_aborted))
         self.workers.rewards.forget([name for group in expired for name in group.names])
         self.state.put_back([group.item for group in expired], number)
 

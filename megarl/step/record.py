@@ -46,7 +46,10 @@ def step_record(
             trained.append(row)
         else:
             left_out.append(row | {"why": _reason(scored_group)})
-    dropped = [{"draw": item.draw, "why": "aborted" if is_aborted else "stale"} for item, is_aborted in draws.dropped]
+    dropped = [
+        {"draw": item.draw, "samples": num_samples, "why": "aborted" if is_aborted else "stale"}
+        for item, num_samples, is_aborted in draws.dropped
+    ]
     tables = {"trained": trained, "left_out": left_out, "failed": failed, "dropped": dropped}
     return {"drawn": draws.rows, **{name: _columns(rows) for name, rows in tables.items()}}
 

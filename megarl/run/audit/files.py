@@ -101,6 +101,7 @@ def check_metrics(folder: RunFolder, history: History, num_bytes: int) -> str:
         expected += 1
         for name, value in (
             ("rollout/prompts", len(steps[step].groups)),
+            ("rollout/dropped_samples", steps[step].num_dropped),
             ("engines/alive", steps[step].weights.get("num_engines")),
         ):
             if name in row and row[name] != value:

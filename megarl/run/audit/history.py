@@ -34,7 +34,8 @@ class _Rule(Exception):
 
 @dataclass(slots=True)
 class Step:
-    """A step that counts: no later line has undone it. `groups` has the names of all groups that it took."""
+    """A step that counts: no later line has undone it. `groups` has the names of all groups that it took, and
+    `num_dropped` is the number of dropped samples."""
 
     number: int
     line: int
@@ -42,7 +43,7 @@ class Step:
     taken: array[int]
     rows: array[int]
     groups: list[str]
-    num_trained: int
+    num_dropped: int
     weights: Mapping[str, Any]
 
 
@@ -254,11 +255,11 @@ class History:
         totals.left_out.update(content["left_out"].get("why", ()))
         self._check_number(totals)
         self._check_failures(tables, content["failed"], totals)
-        self._check_dropped(content["dropped"], taken, totals)
+        num_dropped = self._check_dropped(content["dropped"], taken, totals)
         if weights:
             self._check_weights(step, weights)
         self.weights[step] = weights
-        self.steps.append(Step(step, self.line, first_draw, taken, rows, groups, totals.trained, weights))
+        self.steps.append(Step(step, self.line, first_draw, taken, rows, groups, num_dropped, weights))
         self._per_step.append(totals)
         self.totals.add(totals)
         if step in self._kept:
@@ -362,14 +363,16 @@ class History:
         require(found == expected, f"failed rollouts by group {shown(expected)}", shown(dict(found)))
         totals.failed.update(reasons)
 
-    def _check_dropped(self, dropped: Mapping[str, Sequence[Any]], taken: Sequence[int], totals: Totals) -> None:
-        """Check that dropped groups are of rows that are still pending, or that the step took in a later round."""
+    def _check_dropped(self, dropped: Mapping[str, Sequence[Any]], taken: Sequence[int], totals: Totals) -> int:
+        """Check that dropped groups are of rows that are still pending, or that the step took in a later round. Return
+        the number of dropped samples."""
         draws, reasons = dropped.get("draw", ()), dropped.get("why", ())
         for draw in draws:
             if draw not in self.open and draw not in taken:
                 raise _Rule(f"a pending row as draw {draw}", f"a dropped group of a row {self._fate(draw)}")
         require(len(reasons) == len(draws), "a reason for each dropped group", f"{len(reasons)} reasons")
         totals.dropped.update(reasons)
+        return sum(naturals(dropped.get("samples", ())))
 
     def _read_evaluation(self, step: int, content: Mapping[str, Any]) -> None:
         require(step == self.head, f"an evaluation after step {self.head}", f"step {step}")

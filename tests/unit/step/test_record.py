@@ -37,7 +37,7 @@ def test_record_counts_rollouts_turns_and_versions():
         Score(1.0, {}),
     ]
     items = [PendingPrompt(8, 4, 20), PendingPrompt(3, 2, 11), PendingPrompt(9, 4, 21)]
-    draws = Draws([8, 9], items, [(PendingPrompt(6, 4, 12), True), (PendingPrompt(7, 4, 13), False)])
+    draws = Draws([8, 9], items, [(PendingPrompt(6, 4, 12), 3, True), (PendingPrompt(7, 4, 13), 2, False)])
     scored = [
         [replace(each, outcome=1.0 * k) for k, each in enumerate(first)],
         second[:3],
@@ -73,7 +73,7 @@ def test_record_counts_rollouts_turns_and_versions():
             "why": ["uninformative"],
         },
         "failed": {"rollout": ["4.1.2"], "why": ["x" * 120]},
-        "dropped": {"draw": [12, 13], "why": ["aborted", "stale"]},
+        "dropped": {"draw": [12, 13], "samples": [3, 2], "why": ["aborted", "stale"]},
     }
 
 

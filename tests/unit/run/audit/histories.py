@@ -137,7 +137,9 @@ class History:
         self.may_be_killed()
         if self.rng.random() < 0.2:
             ledger.evaluation(state.step, [{"set": "a", "prompts": 2, "rollouts": 2, "failed": 0, "why": None}])
-        JsonlSink(self.folder.metrics).write(state.step, {"rollout/prompts": len(sampled), "engines/alive": 2})
+        metrics = {name: metric.value for name, metric in queue.metrics().items()}
+        metrics |= {"rollout/prompts": len(sampled), "engines/alive": 2}
+        JsonlSink(self.folder.metrics).write(state.step, metrics)
 
     def score(self) -> Score:
         if self.rng.random() < 0.05:

@@ -214,7 +214,12 @@ def go_back_too_far(lines: list[Line]) -> None:
 
 def drop_a_trained_row(lines: list[Line]) -> None:
     *_, before, after = last_steps(lines)
-    after["dropped"] = {"draw": [before["trained"]["draw"][0]], "why": ["stale"]}
+    after["dropped"] = {"draw": [before["trained"]["draw"][0]], "samples": [2], "why": ["stale"]}
+
+
+def hide_a_dropped_group(lines: list[Line]) -> None:
+    line = next(line for line in reversed(last_steps(lines)) if line["dropped"])
+    line["dropped"] = {}
 
 
 def count_more_samples(lines: list[Line]) -> None:
@@ -261,6 +266,7 @@ def evaluate_twice(lines: list[Line]) -> None:
         (save_no_checkpoint, "step_000012: expected only checkpoints of the ledger, up to step 12"),
         (go_back_too_far, "expected a return to one of the steps 0 to 12, but found step 13"),
         (drop_a_trained_row, r"expected a pending row as draw \d+, but found a dropped group of a row which step 11"),
+        (hide_a_dropped_group, r"metrics.jsonl line \d+: expected rollout/dropped_samples=0, as in line"),
         (count_more_samples, "step_000012.jsonl: expected samples=3 of group"),
         (forget_the_end, "expected finished_after_step=12 and no end in the ledger, but found 12"),
         (change_the_data, "expected the run's data"),
