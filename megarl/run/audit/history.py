@@ -195,7 +195,6 @@ class History:
             del self.open[draw]
         self.num_draws = step.first_draw
         self._groups.difference_update(step.groups)
-        self.weights.pop(step.number, None)
         self.tables.pop(step.number, None)
         self.totals.add(self._per_step.pop(), -1)
         self.totals.oldest = max((each.oldest for each in self._per_step), default=0)

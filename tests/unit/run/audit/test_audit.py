@@ -138,7 +138,8 @@ def draw_in_another_order(lines: list[Line]) -> None:
 
 
 def exceed_the_bound(lines: list[Line]) -> None:
-    last(lines, "step")["trained"]["oldest"][0] = STEPS - 5
+    bound = lines[0]["max_staleness"]
+    last(lines, "step")["trained"]["oldest"][0] = STEPS - 1 - bound - 1
 
 
 def use_future_weights(lines: list[Line]) -> None:
