@@ -344,6 +344,24 @@ def report(
 
 
 @app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folder, such as runs/latest.")],
+    reads_all: Annotated[
+        bool, typer.Option("--all", help="Compare all rollout files with the ledger, not only about 64 MB of them.")
+    ] = False,
+) -> None:
+    """Prove from a run's files that it trained on every row once, with weights in an unbroken chain.
+
+    The exit code is 1 if the files contradict each other. The first contradiction is then printed.
+    """
+    from megarl.run.audit.audit import audit
+
+    is_proven, lines = audit(folder, reads_all)
+    typer.echo("\n".join(lines), err=not is_proven)
+    raise typer.Exit(int(not is_proven))
+
+
+@app.command()
 def diagnose(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of an RL run, such as runs/latest.")],
     step: Annotated[int | None, typer.Option(metavar="STEP", help="Step of the rollout (default: the newest).")] = None,

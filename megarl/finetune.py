@@ -12,8 +12,9 @@ from megarl.cluster.session import Session
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
 from megarl.core.metrics import values
-from megarl.core.sample import Sample, SampleRef
+from megarl.core.sample import SampleRef
 from megarl.core.timing import ElapsedTime
+from megarl.data.offline import OfflineData
 from megarl.models.folder import model_paths
 from megarl.models.run_models import ModelFolders
 from megarl.models.trained_model import trained_hf_config
@@ -26,6 +27,7 @@ from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.passes import make_policy_passes
 from megarl.step.profile import profiled
+from megarl.step.record import offline_record
 from megarl.step.scoring import Metrics
 from megarl.train import follow_policy
 
@@ -74,8 +76,9 @@ def export(config: Config, trained: TrainedModels, models: ModelFolders, out: Pa
 def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[str, float]:
     """Train on the next prompts_per_step rows and return the step's metrics."""
     watch = context.stopwatch()
-    rows: list[Sequence[Sample]] = context.take(config.batch.prompts_per_step)
-    groups = [list(map(put_sample, row)) for row in rows]
+    items = context.take(config.batch.prompts_per_step)
+    assert isinstance(context.data, OfflineData), "expected responses, but the data contains prompts"
+    groups = [list(map(put_sample, context.data[item.row])) for item in items]
     number = context.state.step
     metrics: Metrics = {}
     for attempt in trained.attempts():
@@ -84,6 +87,7 @@ def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[st
                 metrics = train(config, trained.groups["actor"], groups, number)
             with watch.phase("copy"):
                 trained.copy_state(number)
+    context.ledger.step(number, offline_record(items, groups))
     times, samples = watch.metrics(), [sample for group in groups for sample in group]
     num_tokens = sum(sample.num_tokens for sample in samples)
     return {

@@ -68,6 +68,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
             workers.refit.run(version=context.state.step)
             elapsed.print(f"refit: first refit by {workers.refit.transport}")
             logprob_check.begin()
+    context.ledger.refit(context.state.step, workers.refit.weights)
     finished = FinishedRollouts(config, workers.rewards, context.folder.finished)
     queue = RolloutQueue(config, workers, data, context.state, finished)
     if context.resume_point.checkpoint is not None:
@@ -112,6 +113,7 @@ def step(
             logprob_check.check_step(metrics | refitted)
             metrics |= refitted | logprob_check.after_refit(number)
     recorded.result()
+    context.ledger.step(number, rollouts.record, workers.refit.weights)
     metrics |= workers.take_idle_shares() | workers.alive_reward_models() | trained.take_metrics()
     return values(rollouts.metrics | metrics) | curriculum | step_metrics(config, rollouts.sampled, watch, number)
 
@@ -119,7 +121,8 @@ def step(
 def evaluate_due(config: Config, workers: Workers, context: RunContext) -> dict[str, float]:
     """Evaluate the sets that are due after the current step (or before the first step) and return their metrics. Call
     it between the refit with the step's weights and the next rollouts."""
-    return evaluate(config, workers, context.state.step, context.evaluation, context.folder.evaluation)
+    files, record = context.folder.evaluation, context.ledger.evaluation
+    return evaluate(config, workers, context.state.step, context.evaluation, files, record)
 
 
 def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> Metrics:

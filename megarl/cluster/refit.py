@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from megarl.cluster.groups.engines import EngineGroup, Generation
 from megarl.cluster.groups.trainers import TrainerGroup
@@ -49,6 +50,9 @@ class Refit:
         self._planned: tuple[Plan, CompactPlan] | None = None
         self._rendezvous: Rendezvous | None = None
         """Rendezvous for the plan's senders and receivers; None if the plan sends nothing."""
+        self.weights: dict[str, Any] = {}
+        """Digests of the weights in the last refit, as JSON values (see SyncVerifier.summarize), and the number of
+        engines that received them."""
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
         self._version: int | None = None
@@ -79,6 +83,13 @@ class Refit:
             self._engines.drop(answers.lost, "refit")
         values = self._session.trace.add("refit", answers)
         workers = [worker for name in self._engines.names for worker in values[name]]
+        self.weights = {"version": version, "num_engines": len(self._engines.names)}
+        if self._verifier is not None and expected is not None:
+            found = [
+                {place: value for worker in values[name] for place, value in worker.checksums.items()}
+                for name in self._engines.names
+            ]
+            self.weights |= self._verifier.summarize(expected, found)
         sent = {"refit/sent_gb": Metric(sum(values[name] for name in sending) / 1e9)} if sending else {}
         return sent | {
             "refit/gb": Metric(sum(worker.num_bytes for worker in workers) / 1e9),

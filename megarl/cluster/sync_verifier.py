@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.core.errors import RunFailure
 from megarl.resharding.piece import num_elements
 from megarl.resharding.verification import Checksum, Region, sample
 
+DIGEST_DIGITS = 32
 NUM_REGIONS, NUM_ELEMENTS = 256, 4096
 """Number of sampled regions, and of elements in each. Checksums of a million elements take well under 0.1 s."""
 
@@ -44,6 +46,8 @@ class SyncVerifier:
         """Checksums for all regions as of the last change to the sample; None: not computed."""
         self._movement = 0.0
         """Sum of the steps' mean learning rates since the last change to the sample."""
+        self._compared: dict[str, list[Region]] = {}
+        """Regions that the last refit compares: `sample` and, if it compares all weights, `all`."""
 
     def expect(self, regions: Sequence[Region], rate: float) -> dict[Region, Checksum]:
         """Return the checksums that the engines should have after this refit. Raise RunFailure if the trainer's weights
@@ -59,7 +63,33 @@ class SyncVerifier:
         else:
             self._known, self._movement = (_values(checksums, regions) if verifies_all else None), 0.0
         self._sampled = sampled
+        self._compared = {"sample": wanted, **({"all": list(regions)} if verifies_all else {})}
         return checksums
+
+    def summarize(
+        self, expected: Mapping[Region, Checksum], engines: Sequence[Mapping[int, int]]
+    ) -> dict[str, dict[str, Any]]:
+        """Return digests of the checksums in the last refit, as JSON values: `sample` and, if the refit compared all
+        weights, `all`. Each has a digest that identifies the regions, which depend on the engines' layout, and digests
+        of the trainer's and of the engines' checksums. The engines' digest is null unless every engine has reported
+        every checksum and all of them are equal.
+
+        Args:
+            expected: the trainer's checksums, as `expect` returned them.
+            engines: each engine's checksums, by the region's position in `expected`.
+        """
+        positions = {region: position for position, region in enumerate(expected)}
+        summary: dict[str, dict[str, Any]] = {}
+        for name, regions in self._compared.items():
+            places = [positions[region] for region in regions]
+            found = {_digest([str(values.get(place)) for place in places]) for values in engines}
+            is_complete = all(place in values for values in engines for place in places)
+            summary[name] = {
+                "regions": _digest(map(str, regions)),
+                "trainer": _digest(str(expected[region].value) for region in regions),
+                "engines": found.pop() if is_complete and len(found) == 1 else None,
+            }
+        return summary
 
     def _check_moved(self, regions: Sequence[Region], rate: float) -> None:
         """If the sampled elements are unchanged, check the others: the sampled ones may have no gradient."""
@@ -76,6 +106,10 @@ class SyncVerifier:
                 "installed versions with megarl doctor"
             )
         self._known, self._movement = values, 0.0
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:DIGEST_DIGITS]
 
 
 def _values(checksums: Mapping[Region, Checksum], regions: Sequence[Region]) -> dict[Region, int]:

@@ -62,6 +62,7 @@ class Checkpoint:
     Attributes:
         state: the driver's state, as JSON values; a run resumes from it.
         format: version of the manifest format.
+        digest: SHA-256 of the manifest's content, which lists the SHA-256 of every other file.
     """
 
     path: Path
@@ -69,6 +70,7 @@ class Checkpoint:
     state: Mapping[str, Any]
     files: tuple[FileRecord, ...]
     format: int
+    digest: str = ""
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -104,7 +106,7 @@ class Checkpoint:
                     f"{MANIFEST}: files contains {shown(record)}, which does not describe a file in the folder"
                 )
         files = tuple(FileRecord(**record) for record in records)
-        checkpoint = cls(path, step, state, files, version)
+        checkpoint = cls(path, step, state, files, version, manifest["sha256"])
         for record in files:
             checkpoint._check_size(record)
         return checkpoint

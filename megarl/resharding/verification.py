@@ -102,14 +102,18 @@ def source_checksums(
 
 
 @torch.no_grad()
-def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]) -> None:
-    """Raise a RuntimeError if one of a destination's parameters has a wrong checksum in an expected region. The message
-    contains the first such region and both of its checksums."""
-    if wrong := differing_regions(holder, parameters, expected):
+def check_weights(
+    holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]
+) -> dict[int, int]:
+    """Return the values of the checksums of a destination's parameters, by the region's position in `expected`. Raise a
+    RuntimeError if one of them is wrong. The message contains the first such region and both of its checksums."""
+    checksums, wrong = _compare(holder, parameters, expected)
+    if wrong:
         raise RuntimeError(
             f"engine and trainer weights differ in {len(wrong)} regions. The first is {wrong[0]}. Fix: check the "
             "installed versions with megarl doctor, then resume with resume=auto"
         )
+    return checksums
 
 
 @torch.no_grad()
@@ -117,25 +121,35 @@ def differing_regions(
     holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]
 ) -> list[str]:
     """Return one message per expected region with a wrong checksum and per padded parameter with nonzero padding."""
-    tensor_regions: dict[str, list[Region]] = defaultdict(list)
-    for region in expected:
-        tensor_regions[region.tensor].append(region)
-    wrong = []
+    return _compare(holder, parameters, expected)[1]
+
+
+def _compare(
+    holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]
+) -> tuple[dict[int, int], list[str]]:
+    """Return the values of the checksums that the parameters have, by the region's position in `expected`, and one
+    message per difference."""
+    tensor_regions: dict[str, list[tuple[int, Region]]] = defaultdict(list)
+    for position, region in enumerate(expected):
+        tensor_regions[region.tensor].append((position, region))
+    checksums: dict[int, int] = {}
+    wrong: list[str] = []
     for piece in (piece for piece in holder.pieces if piece.local in parameters):
         values = view(parameters[piece.local], piece.local_rectangle)
         if piece.canonical is None:
             if values.count_nonzero():
                 wrong.append(f"padding of {holder.name} {piece.local} is not zero")
             continue
-        for region in tensor_regions[piece.canonical]:
+        for position, region in tensor_regions[piece.canonical]:
             if region.dtype != holder.dtypes[piece.local] or not contains(piece.canonical_rectangle, region.rectangle):
                 continue
             place = moved(region.rectangle, piece.canonical_rectangle, piece.local_rectangle)
             value = checksum(view(parameters[piece.local], place), region.rectangle)
+            checksums[position] = value
             actual = Checksum(value, (f"{holder.name} {piece.local}",))
             if actual.value != expected[region].value:
                 wrong.append(f"{region}: checksum {actual}, expected {expected[region]}")
-    return wrong
+    return checksums, wrong
 
 
 def checksum(values: torch.Tensor, rectangle: Rectangle) -> int:

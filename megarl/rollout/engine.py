@@ -76,10 +76,12 @@ class TurnRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """Statistics for a refit in one engine worker: the bytes written into parameters, and the peak size of buffers."""
+    """Statistics for a refit in one engine worker: the bytes written into parameters, the peak size of buffers, and the
+    checksums of the worker's weights, by position among the expected ones."""
 
     num_bytes: int
     staging_bytes: int
+    checksums: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,8 @@ class WeightReceiver:
         """Write the weights into the live parameters. Raise RuntimeError if they do not match the `expected` checksums
         (None: not verified)."""
         num_bytes = execute(self.writes, parameters, self.transport)
-        if expected is not None:
-            check_weights(self.holder, parameters, expected)
-        return SyncStats(num_bytes, self.transport.staging_bytes)
+        checksums = {} if expected is None else check_weights(self.holder, parameters, expected)
+        return SyncStats(num_bytes, self.transport.staging_bytes, checksums)
 
 
 def shapes_and_dtypes(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +101,21 @@ class Checkpoints:
         folder.mkdir()
         return folder
 
-    def commit(self, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> Checkpoint:
+    def commit(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        files: Iterable[FileRecord],
+        sealed: Callable[[Checkpoint], object] = lambda _: None,
+    ) -> Checkpoint:
         """Complete the checkpoint of `step`: write its manifest, rename its hidden folder, and point `latest` to it.
-        All `files` must already be on disk."""
+        All `files` must already be on disk. `sealed` receives the checkpoint before its folder gets its final name."""
         hidden, final = self._hidden(step), self._named(step)
         assert final != self.latest(), f"{final} already exists and is the latest checkpoint"
         write_manifest(hidden, step, state, files)
         for folder in {hidden, *(path for path in hidden.rglob("*") if path.is_dir())}:
             sync(folder)
-        Checkpoint.open(hidden)
+        sealed(Checkpoint.open(hidden))
         # A checkpoint with this name exists if an earlier attempt was killed before it updated `latest`.
         self._remove(final)
         remove_notes(hidden)

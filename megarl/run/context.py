@@ -37,6 +37,7 @@ from megarl.run.health import Finding, Health
 from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
 from megarl.run.resume import ResumePoint, fall_back, start
+from megarl.run.sample_ledger import SampleLedger
 from megarl.run.saver import Saver, Write, no_files
 from megarl.run.time_causes import SAVE
 from megarl.run.time_ledger import read_ledger
@@ -44,7 +45,7 @@ from megarl.run.time_recorder import TimeRecorder
 from megarl.run.time_records import ENDED, FAILED
 from megarl.run.trackers.tracker import Tracker, open_trackers
 from megarl.step import logprob_check, passes, queue
-from megarl.step.state import RunState
+from megarl.step.state import PendingPrompt, RunState
 
 LOCK_S = 180.0
 """Seconds that an attempt of a Slurm job waits for the lock of the previous attempt, whose node may have failed."""
@@ -116,6 +117,7 @@ class RunContext:
     placement: Placement
     evaluation: Mapping[str, PromptSet]
     times: TimeRecorder
+    ledger: SampleLedger
 
     @classmethod
     @contextmanager
@@ -137,13 +139,18 @@ class RunContext:
             resume_point = start(config, data, num_bytes, identities)
             folder, best = resume_point.folder, config.evaluation.best.metric
             evaluated = {} if best is None else folder.values_of(best)
-            saver = Saver(folder.checkpoints, config, num_bytes, data.data_hash, identities, evaluated)
+            ledger = SampleLedger(folder.samples)
+            saver = Saver(
+                folder.checkpoints, config, num_bytes, data.data_hash, identities, evaluated, ledger.checkpoint
+            )
             print_run_summary(config, resume_point, models.actor, data, placement.describe())
             samples_ahead = config.rollout.max_staleness > 0 and not config.is_colocated
             times = TimeRecorder(folder, placement, resume_point.state.step, samples_ahead)
+            checkpoint, state = resume_point.checkpoint, resume_point.state
+            ledger.begin(config, state, folder.attempt, data.data_hash, checkpoint, resume_point.continues)
             try:
                 with _recorded_end(times, resume_point), events.connected():
-                    yield cls(config, data, resume_point, saver, placement, evaluation, times)
+                    yield cls(config, data, resume_point, saver, placement, evaluation, times, ledger)
             except DamagedCheckpoint as damage:  # found by a rank, which verifies its own files
                 loaded = resume_point.checkpoint
                 line = None if loaded is None else fall_back(config, loaded.path, damage)
@@ -163,9 +170,11 @@ class RunContext:
         """Start and return a stopwatch for a step. Its phases are recorded in the run's trace."""
         return Stopwatch(Trace(self.folder.logs).record)
 
-    def take(self, n: int) -> list[Any]:
-        """Return the next n rows from the data."""
-        return [self.data[i] for i in self.state.cursor.take(n)]
+    def take(self, n: int) -> list[PendingPrompt]:
+        """Draw the next n rows from the data, which the current step trains on."""
+        drawn = self.state.draw(n, self.state.step)
+        self.state.under_way.clear()
+        return drawn
 
     def note_solved(self, rates: Mapping[str, float]) -> dict[str, float]:
         """Update the sampling weights of prompts, given their solve rates by prompt id. Return metrics on the weights,
@@ -303,4 +312,5 @@ class RunContext:
                 write(path)
         elif self.folder.model.exists():
             shutil.rmtree(self.folder.model)
+        self.ledger.end(self.state.step)
         self.folder.finish(self.state.step)

@@ -35,7 +35,7 @@ ATTEMPT, PROFILE = "attempt_{}", "step_{:06d}"
 ROLLOUTS, IMAGES = "step_{:06d}.jsonl", "step_{:06d}"
 """A step's samples and the folder for their images."""
 
-EVALUATIONS = "evaluations"
+EVALUATIONS, SAMPLES = "evaluations", "samples.jsonl"
 LAUNCH = "launch"
 """Subfolder for a Slurm job's files, created before the run starts."""
 
@@ -105,6 +105,8 @@ class RunFolder:
 
     config, manifest, metrics = _Inside("config.resolved.yaml"), _Inside("manifest.json"), _Inside("metrics.jsonl")
     checkpoints, model, report = _Inside("checkpoints"), _Inside("model"), _Inside("report.html")
+    samples = _Inside(SAMPLES)
+    """The ledger of samples; see megarl.run.sample_ledger."""
     finished = _Inside("finished_rollouts")
     """Folder with rollouts that have finished since the newest checkpoint."""
     code = _Inside("code")

@@ -30,12 +30,14 @@ class ResumePoint:
 
     Attributes:
         changes: the keys in run.allow_changes that have changed since the checkpoint.
+        continues: whether the checkpoint belongs to this run.
     """
 
     folder: RunFolder
     state: RunState
     checkpoint: Checkpoint | None
     changes: Sequence[Change] = ()
+    continues: bool = False
 
     def describe(self) -> str:
         if self.checkpoint is None:
@@ -88,7 +90,7 @@ def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models
         checkpoints.roll_back_to(own.step)
     else:
         folder = RunFolder.create(config, data.data_hash, models, state.step, changes)
-    return ResumePoint(folder, state, checkpoint, changes)
+    return ResumePoint(folder, state, checkpoint, changes, own is not None)
 
 
 def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint | None:

@@ -16,7 +16,7 @@ from megarl.cluster.pending import Pending, join
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
-from megarl.core.checkpoint import NAME, FileRecord
+from megarl.core.checkpoint import NAME, Checkpoint, FileRecord
 from megarl.models.paths import Models
 from megarl.run import events
 from megarl.run.checkpoints import Checkpoints
@@ -43,9 +43,11 @@ class Saver:
         data_hash: str,
         models: Models,
         evaluated: Mapping[int, float] | None = None,
+        sealed: Callable[[Checkpoint], object] = lambda _: None,
     ):
         """`num_bytes` is the size of one checkpoint, which also stores `data_hash` and the identities `models`.
-        `evaluated` has earlier values of evaluation.best.metric by step."""
+        `evaluated` has earlier values of evaluation.best.metric by step. `sealed`: see Checkpoints.commit."""
+        self._sealed = sealed
         self._evaluated = dict(evaluated or {})
         self._config, self._num_bytes = config, num_bytes
         self._checkpoints = Checkpoints(folder)
@@ -125,7 +127,9 @@ class Saver:
         self._complete(unfinished, files)
 
     def _complete(self, unfinished: Unfinished, files: Sequence[FileRecord]) -> None:
-        checkpoint = self._checkpoints.commit(unfinished.step, {**self._fixed, "run": unfinished.run}, files)
+        checkpoint = self._checkpoints.commit(
+            unfinished.step, {**self._fixed, "run": unfinished.run}, files, self._sealed
+        )
         self._unfinished = None
         events.send("checkpoint", step=unfinished.step, path=str(checkpoint.path))
         self.keep()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from megarl.algorithms.evaluation import Estimate, estimates
 from megarl.cluster.groups.engines import EngineGroup
@@ -62,6 +63,13 @@ class SetResult:
                 metrics |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
         return {self.settings.prefix + name: value for name, value in (metrics | dict(self.shares)).items()}
 
+    def record(self) -> dict[str, Any]:
+        """Return the set's record in the ledger of samples."""
+        rollouts = self.num_prompts * self.settings.samples_per_prompt
+        failed = round(self.shares["failed_frac"] * rollouts)
+        name = self.settings.name
+        return {"set": name, "prompts": self.num_prompts, "rollouts": rollouts, "failed": failed, "why": self.failure}
+
     def describe(self) -> str:
         """Return a line with the estimates for the largest number of samples."""
         most = self.settings.samples_per_prompt
@@ -74,10 +82,16 @@ class SetResult:
 
 
 def evaluate(
-    config: Config, workers: Workers, number: int, prompts: Prompts, file: Callable[[str, int], Path]
+    config: Config,
+    workers: Workers,
+    number: int,
+    prompts: Prompts,
+    file: Callable[[str, int], Path],
+    record: Callable[[int, Sequence[Mapping[str, Any]]], None],
 ) -> dict[str, float]:
     """Evaluate the sets that are due after step `number`, which is also the engines' weight version. Return the
-    metrics. `file` returns the file for a set's samples, given the set's name and the step."""
+    metrics. `file` returns the file for a set's samples, given the set's name and the step. `record` adds the sets'
+    records to the ledger of samples."""
     due = config.evaluation.due(number, config.run.steps)
     if not due:
         return {}
@@ -89,6 +103,7 @@ def evaluate(
         workers.suspend_engines()
     for result in results:
         print(f"evaluation after step {number}: {result.describe()}", flush=True)
+    record(number, [result.record() for result in results])
     metrics = {name: value for result in results for name, value in result.metrics().items()}
     return metrics | {"evaluation/version": number, "time/evaluation": watch.metrics()["time/evaluation"]}
 

@@ -77,6 +77,22 @@ class Dropped:
 
 
 @dataclass(slots=True)
+class Draws:
+    """Rows that a step drew, took and dropped.
+
+    Attributes:
+        rows: the newly drawn rows, in order.
+        taken: the rows of the groups that the step took, in the order in which `take` returned them.
+        dropped: the rows whose rollouts were too stale, each with its number of samples and whether its rollouts were
+            aborted. They restart.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    taken: list[PendingPrompt] = field(default_factory=list)
+    dropped: list[tuple[PendingPrompt, int, bool]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class RolloutQueue:
     """Holds groups from the start of their rollouts until the step that trains on them.
 
@@ -97,6 +113,7 @@ class RolloutQueue:
     _num_in_step: int = field(init=False, default=0)
     _step: int = field(init=False, default=0)
     _dropped: Dropped = field(init=False, default_factory=Dropped)
+    _draws: Draws = field(init=False, default_factory=Draws)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -110,7 +127,9 @@ class RolloutQueue:
         if number != self._step:
             self._step, self._num_in_step = number, 0
         num_again, num_earlier = min(len(self.state.again), self._schedule.num_to_wait_for(wanted)), len(self._schedule)
+        num_draws = self.state.num_draws
         items = self.state.draw(self._schedule.num_to_begin(wanted, self.config.run.steps - number), number - 1)
+        self._draws.rows += [item.row for item in items if item.draw >= num_draws]
         new = [i for i, item in enumerate(items) if not self._use_finished(item, number, i, is_restart=i < num_again)]
         places = self.finished.free_places(number, self._num_in_step, len(new))
         group_requests = requests(self.config, number, [self.data[items[i].row] for i in new], places)
@@ -162,6 +181,7 @@ class RolloutQueue:
         taken.sort(key=lambda group: group.order)
         for group in taken:
             self.state.under_way.remove(group.item)
+        self._draws.taken += [group.item for group in taken]
         sampled = [completed(group.result()) for group in taken]
         if self.config.rollout.longest_first:
             lengths: dict[int, list[int]] = {}
@@ -177,7 +197,10 @@ class RolloutQueue:
             return
         self.workers.engines.router.abort([group.names for group in expired if not group.pending.advance()])
         for group in expired:
-            self._dropped.add(group.result(), len(group.names))
+            sampled = group.result()
+            self._dropped.add(sampled, len(group.names))
+            is_aborted = isinstance(sampled, Aborted)
+            self._draws.dropped.append((group.item, len(group.names) if is_aborted else len(sampled), is_aborted))
         self.workers.rewards.forget([name for group in expired for name in group.names])
         self.state.put_back([group.item for group in expired], number)
 
@@ -201,9 +224,7 @@ class RolloutQueue:
         checkpoint.verify(records)
         for row, version, samples in self.workers.rewards.load_groups(checkpoint.path / WAITING):
             if self._schedule.has_room(version, self.state.step):
-                item = PendingPrompt(row, version)
-                self.state.take_up(item)
-                self._add_finished(item, self._num_begun, samples)
+                self._add_finished(self.state.take_up(row, version), self._num_begun, samples)
                 self._num_begun += 1
 
     def _note_finished(self) -> None:
@@ -221,6 +242,11 @@ class RolloutQueue:
             metrics |= self._dropped.metrics()
             self._dropped = Dropped()
         return metrics
+
+    def take_draws(self) -> Draws:
+        """Return the rows that were drawn, taken and dropped since the last call."""
+        draws, self._draws = self._draws, Draws()
+        return draws
 
     def _in_order(self, items: Sequence[PendingPrompt]) -> list[int]:
         """Return the positions of the rows in submission order."""

@@ -17,6 +17,7 @@ from megarl.core.sample import SampleRef
 from megarl.core.score import Score
 from megarl.core.timing import Stopwatch
 from megarl.step.queue import RolloutQueue
+from megarl.step.record import Record, step_record
 from megarl.step.rollout_rewards import rollouts_of
 from megarl.step.scoring import Metrics, is_informative, select
 
@@ -34,6 +35,7 @@ class Rollouts:
         chosen: the samples that the step trains on, by prompt.
         process_rewards: references to per-token rewards; empty without any.
         solve_rates: fraction of solved rollouts, by prompt id, for prompts with a scored sample.
+        record: the step's record in the ledger of samples.
     """
 
     sampled: Sequence[Sequence[SampleRef]]
@@ -41,6 +43,7 @@ class Rollouts:
     process_rewards: Scores
     metrics: Metrics
     solve_rates: Mapping[str, float] = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
 
 
 def collect_rollouts(
@@ -91,7 +94,9 @@ def collect_rollouts(
         workers.switch_to_training()
     metrics |= offloaded | {"rollout/rounds": Metric(rounds), "rollout/prompts": Metric(len(sampled))}
     metrics |= queue.metrics()
-    return Rollouts(sampled, choose(scored, wanted), process_rewards, metrics, solve_rates(config, scored))
+    chosen = choose(scored, wanted)
+    record = step_record(queue.take_draws(), sampled, scores, scored, chosen)
+    return Rollouts(sampled, chosen, process_rewards, metrics, solve_rates(config, scored), record)
 
 
 def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
@@ -52,16 +52,24 @@ class _Saved(Section):
     average: _Average
     under_way: list[Count]
     under_way_since: list[Count]
+    under_way_draws: list[Count]
+    num_draws: Count
     lengths: dict[Row, FiniteFloat]
 
 
 @dataclass(frozen=True, slots=True)
 class PendingPrompt:
-    """A row in the data whose rollouts have started but have not been trained on. version: the weight version with
-    which the rollouts first started. If they were dropped, it is the version with which they may restart."""
+    """A row in the data whose rollouts have started but have not been trained on.
+
+    Attributes:
+        version: the weight version with which the rollouts first started. If they were dropped, it is the version with
+            which they may restart.
+        draw: number of rows that the run drew before this one. It tells apart draws of the same row.
+    """
 
     row: int
     version: int
+    draw: int
 
 
 @dataclass
@@ -78,24 +86,35 @@ class RunState:
     """Rows whose rollouts were pending when the previous attempt ended, or were dropped. They come before new rows."""
     lengths: dict[int, float] = field(default_factory=dict)
     """Mean number of response tokens for each row when it was last trained on, with rollout.longest_first."""
+    num_draws: int = 0
+    """Number of rows drawn so far. Restarts of dropped rollouts do not count."""
 
     def draw(self, n: int, version: int) -> list[PendingPrompt]:
         """Return the next n rows and mark them as pending. version: the current weight version."""
         rows, self.again = self.again[:n], self.again[n:]
-        rows += [PendingPrompt(row, version) for row in self.cursor.take(n - len(rows))]
+        drawn = self.cursor.take(n - len(rows))
+        rows += [PendingPrompt(row, version, self.num_draws + i) for i, row in enumerate(drawn)]
+        self.num_draws += len(drawn)
         self.under_way += rows
         return rows
 
-    def take_up(self, item: PendingPrompt) -> None:
+    def take_up(self, row: int, version: int) -> PendingPrompt:
         """Mark a row from the previous attempt as pending, because its rollouts were restored."""
+        item = next(item for item in self.again if (item.row, item.version) == (row, version))
         self.again.remove(item)
         self.under_way.append(item)
+        return item
 
     def put_back(self, items: Sequence[PendingPrompt], version: int) -> None:
         """Schedule rows with dropped rollouts again, before new rows. version: the weight version for the next step."""
         for item in items:
             self.under_way.remove(item)
-        self.again += [PendingPrompt(item.row, version) for item in items]
+        self.again += [replace(item, version=version) for item in items]
+
+    @property
+    def pending(self) -> list[PendingPrompt]:
+        """The rows that were drawn and that no step has taken yet."""
+        return [*self.again, *self.under_way]
 
     def dump(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -104,9 +123,11 @@ class RunState:
             "weights_version": self.step,
             "cursor": self.cursor.state(),
             "average": asdict(self.average),
-            "under_way": [item.row for item in (*self.again, *self.under_way)],
+            "under_way": [item.row for item in self.pending],
             "lengths": {str(row): length for row, length in self.lengths.items()},
-            "under_way_since": [item.version for item in (*self.again, *self.under_way)],
+            "under_way_since": [item.version for item in self.pending],
+            "under_way_draws": [item.draw for item in self.pending],
+            "num_draws": self.num_draws,
         }
 
     @classmethod
@@ -115,11 +136,12 @@ class RunState:
             cursor = WeightedCursor.restore(saved["cursor"], weights_of(data), config.data.solved_weight)
         else:
             cursor = PromptCursor.restore(saved["cursor"])
-        under_way = zip(saved["under_way"], saved["under_way_since"], strict=True)
-        again = [PendingPrompt(row, version) for row, version in under_way]
+        under_way = zip(saved["under_way"], saved["under_way_since"], saved["under_way_draws"], strict=True)
+        again = [PendingPrompt(*item) for item in under_way]
         again.sort(key=lambda item: item.version)  # rows with the oldest version come first
         lengths = {int(row): length for row, length in saved["lengths"].items()}
-        return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again, lengths=lengths)
+        average, num_draws = MovingAverage(**saved["average"]), saved["num_draws"]
+        return cls(saved["step"], cursor, average, again=again, lengths=lengths, num_draws=num_draws)
 
 
 def saved_state(checkpoint: Checkpoint, config: Config, num_rows: int) -> Mapping[str, Any]:
@@ -131,15 +153,19 @@ def saved_state(checkpoint: Checkpoint, config: Config, num_rows: int) -> Mappin
     _validate(checkpoint, "run.cursor", cursor, _WeightedCursor if config.data.draws_by_weight else _Cursor)
     rows = {"under_way": saved["under_way"], "lengths": map(int, saved["lengths"])}
     rows["cursor.rates"] = map(int, cursor.get("rates", {}))
-    num_pending, num_versions = len(saved["under_way"]), len(saved["under_way_since"])
+    num_pending = len(saved["under_way"])
     limits = [
         ("step", saved["step"] == checkpoint.step, f"differs from the checkpoint's step {checkpoint.step}"),
         ("cursor.num_prompts", cursor["num_prompts"] == num_rows, f"differs from the {num_rows} rows of the data"),
         ("cursor.position", cursor.get("position", 0) <= num_rows, f"exceeds the {num_rows} rows of the data"),
+        *(
+            (key, len(saved[key]) == num_pending, f"has {len(saved[key])} items, but under_way has {num_pending}")
+            for key in ("under_way_since", "under_way_draws")
+        ),
         (
-            "under_way_since",
-            num_versions == num_pending,
-            f"has {num_versions} items, but under_way has {num_pending}",
+            "under_way_draws",
+            all(draw < saved["num_draws"] for draw in saved["under_way_draws"]),
+            f"contains a draw that is not among the {saved['num_draws']} draws of the run",
         ),
         *(
             (key, all(row < num_rows for row in each), "contains a row that is not in the data")

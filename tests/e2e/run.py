@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from megarl.cluster.trace import FILE, Span
+from megarl.run.audit.audit import audit
 from tests.metrics import undeclared
 from tests.paths import ROOT
 from tests.timing import POLL_S, START_S, WAIT_S
@@ -131,6 +132,8 @@ class Run:
         metrics = self.folder / "metrics.jsonl"
         if kind is None and metrics.exists():
             assert undeclared(metrics) == []
+            is_proven, proof = audit(self.folder, reads_all=True)
+            assert is_proven, proof
 
     @property
     def output(self) -> str:

@@ -25,6 +25,7 @@ from megarl.config.schema import Config
 from megarl.data.offline import load_offline_data
 from megarl.data.prompts import load_prompts
 from megarl.models.run_models import ModelFolders, find_models
+from megarl.run.audit.audit import audit
 from megarl.run.context import RunContext
 from megarl.run.preflight import load_evaluation_sets
 from tests.paths import ROOT
@@ -91,6 +92,8 @@ class Stage:
                 finetune.learn(self._session, config, models, loop)
             else:
                 self._run_with_engines(config, models, loop)
+        is_proven, proof = audit(loop.folder.path, reads_all=True)
+        assert is_proven, proof
 
     def _run_with_engines(self, config: Config, models: ModelFolders, loop: RunContext) -> None:
         rollout = config.rollout.model_dump_json(exclude=DRIVER_KEYS)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.checkpoint import Checkpoint
+from megarl.run.audit.audit import audit
 from megarl.run.checkpoints import Checkpoints
 from tests.e2e.run import Run, write_recipe
 from tests.e2e.test_faults import INTERRUPTED, check_end
@@ -222,6 +223,36 @@ def test_run_folder_has_attempts_and_checkpoints(attempts: int, resumed: Path) -
     best = f"step_{max(values, key=values.get):06d}"
     assert (resumed / "checkpoints" / "best").read_text() == f"{best}\n"
     assert names == {"latest", "best", best, f"step_{STEPS - 1:06d}", f"step_{STEPS:06d}"}
+
+
+def test_audit_accepts_the_run_and_refuses_an_edit(attempts: int, resumed: Path, uninterrupted: Path, tmp_path) -> None:
+    is_proven, lines = audit(resumed, reads_all=True)
+    proof = "\n".join(lines)
+    assert is_proven, proof
+    for line in (
+        f"steps        {STEPS} (1 to {STEPS}, finished). Restarts: {attempts - 1}, undone steps: ",
+        f"rows         {4 * STEPS} draws from 8 rows, in the order of the data's epochs; {4 * STEPS} trained on, each ",
+        f"turns        {4 * STEPS} groups with {16 * STEPS} rollouts, {16 * STEPS} turns and ",
+        f"weights      engines confirmed the trainer's checksums after {STEPS} of {STEPS} updates ",
+        f"; {attempts - 1} of {attempts - 1} restarts began with the checksums of their step",
+        f"{STEPS} of {STEPS} steps, {STEPS} of {STEPS} rollout files compared ({4 * STEPS} groups), 5 of 5 evaluations",
+    ):
+        assert line in proof
+    ours, theirs = (last_weights(run) for run in (resumed, uninterrupted))
+    assert ours == theirs, "equal weights must have equal checksums"
+    shutil.copytree(resumed, tmp_path / "edited", ignore=shutil.ignore_patterns("checkpoints", "logs"))
+    ledger = tmp_path / "edited" / "samples.jsonl"
+    rows = ledger.read_text().splitlines(keepends=True)
+    number = next(i for i, row in enumerate(rows) if '"kind": "step", "step": 3' in row)
+    rows[number] = rows[number].replace('"oldest": [2', '"oldest": [1')
+    ledger.write_text("".join(rows))
+    is_proven, [line] = audit(tmp_path / "edited")
+    assert not is_proven and line.startswith(f"{ledger} line {number + 1}: expected the hash ")
+
+
+def last_weights(run: Path) -> dict[str, object]:
+    rows = [json.loads(row) for row in (run / "samples.jsonl").read_text().splitlines()]
+    return [row["weights"] for row in rows if row["kind"] == "step"][-1]
 
 
 def test_finished_run_starts_no_attempt(recipe: Recipe, resumed: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megarl
 from megarl.cluster.trace import DRIVER
 from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
+from megarl.run.audit.audit import audit
 from megarl.run.diagnosis.comparison import first_different, verdict
 from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_config
 from megarl.run.diagnosis.side import SIDES
@@ -277,6 +279,22 @@ def test_reshaped_checkpoint_agrees_with_transformers(learned, tmp_path):
     reshape(learned / "checkpoints/step_000020", tmp_path / "reshaped", layout_of_files(tp=2))
     megatron_to_huggingface(tmp_path / "reshaped", tmp_path / "model", shard_bytes=50_000)
     assert_log_probs_are_of(learned / "model", sampled(tmp_path / "model"))
+
+
+def test_audit_proves_the_run(learned):
+    is_proven, lines = audit(learned, reads_all=True)
+    proof = "\n".join(lines)
+    assert is_proven, proof
+    evaluated = [
+        name for line in lines_of(learned) for name in line if re.fullmatch(r"evaluation/\w+/failed_frac", name)
+    ]
+    for line in (
+        "steps        20 (1 to 20, finished). Restarts: 0, undone steps: 0",
+        "turns        160 groups with 1,280 rollouts, 1,280 turns and ",
+        "weights      engines confirmed the trainer's checksums after 20 of 20 updates ",
+        f"20 of 20 rollout files compared (160 groups), {len(evaluated)} of {len(evaluated)} evaluations compared",
+    ):
+        assert line in proof
 
 
 def test_run_folder_is_complete(learned):

@@ -445,7 +445,7 @@ def test_values_in_the_state_of_a_checkpoint(tmp_path: Path, order: str) -> None
     """Each value of the driver's state, and the sections of the config."""
     config = load(QUICKSTART, ["data.solved_weight=0.1"] if order == "weighted" else [])
     cursor = PromptCursor(5, 0, True) if order == "shuffled" else WeightedCursor(5, 0, None, 0.1)
-    run = RunState(1, cursor, under_way=[PendingPrompt(3, 1)], lengths={2: 5.0})
+    run = RunState(1, cursor, under_way=[PendingPrompt(3, 1, 3)], lengths={2: 5.0}, num_draws=4)
     run.cursor.take(3)
     if order == "weighted":
         cursor.note({1: 0.5})

@@ -79,6 +79,7 @@ LIGHT = (
     "rollout/diffusers/request.py",
     "rollout/router.py",
     "rollout/schedule.py",
+    "run/audit",
     "cluster/memory",
     "cluster/object_store.py",
     "step/needed_passes.py",

@@ -161,8 +161,9 @@ class RefitExtension:
         assembly = Assembly(self._receiver.writes, transport, next(model.parameters()).device)
         initialize_layerwise_reload(model)
         names = {name for name, _ in model.named_parameters()}
+        checksums: dict[int, int] = {}
         try:
-            weights = self._checked(assembly, expected)
+            weights = self._checked(assembly, expected, checksums)
             loaded = model.load_weights(weights)  # pyright: ignore[reportCallIssue]  # vLLM declares a plain Module
         finally:
             finalize_layerwise_reload(model, config)  # otherwise the next refit would continue an incomplete reload
@@ -173,7 +174,7 @@ class RefitExtension:
                 "vLLM is supported"
             )
         num_bytes = self._receiver.holder.shard.num_bytes
-        return SyncStats(num_bytes, transport.staging_bytes + assembly.staging_bytes)
+        return SyncStats(num_bytes, transport.staging_bytes + assembly.staging_bytes, checksums)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | Failed | None:
         """See Engine.differing."""
@@ -182,12 +183,13 @@ class RefitExtension:
         return _catch_error(differing_regions, self._receiver.holder, self._parameters(), expected)
 
     def _checked(
-        self, assembly: Assembly, expected: Mapping[Region, Checksum] | None
+        self, assembly: Assembly, expected: Mapping[Region, Checksum] | None, checksums: dict[int, int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the received tensors, and add the checksums of those that are expected to `checksums`."""
         compared = {region.tensor for region in expected or ()}
         for name, tensor in assembly.parameters():
             if expected is not None and name in compared:
-                check_weights(self._receiver.holder, {name: tensor}, expected)
+                checksums |= check_weights(self._receiver.holder, {name: tensor}, expected)
             yield name, tensor
 
     @property

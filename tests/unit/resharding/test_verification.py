@@ -66,8 +66,10 @@ def check_engine_weights(config, layout, tp):
     ranks, weights = trained(config, layout)
     engines = vllm_holders(config, tp, replicas=1)
     expected = expected_of(config, ranks, weights, engines)
+    found = {}
     for rank, holder in enumerate(engines):
-        check_weights(holder, vllm_shard(config, random_checkpoint(config), tp, rank), expected)
+        found |= check_weights(holder, vllm_shard(config, random_checkpoint(config), tp, rank), expected)
+    assert found == dict(enumerate(checksum.value for checksum in expected.values())), "an engine has every region"
 
 
 @pytest.mark.exhaustive

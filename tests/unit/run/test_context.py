@@ -255,7 +255,7 @@ def test_run_continues_without_a_receiver_of_its_events(tmp_path: Path, monkeypa
 
 def test_solve_rates_update_the_sampling_weights(tmp_path: Path) -> None:
     with prepare(tmp_path, "data.solved_weight=0.1") as context:
-        assert [prompt.id for prompt in context.take(1)] == ["0"]
+        assert [item.row for item in context.take(1)] == [0]
         assert context.note_solved({"0": 0.75}) == {"data/seen_frac": 1.0, "data/solve_rate_mean": 0.75}
         assert context.state.dump()["cursor"]["rates"] == {"0": 0.75}
     with prepare(tmp_path, "run.name=b") as context:

@@ -92,8 +92,8 @@ def test_version_of_rollouts_must_fit(tmp_path, oldest, newest, is_used):
     saves.written[folder] = {"5.0": [ref("5.0", 7, oldest, newest)]}
     finished = FinishedRollouts(config_of(0), saves, tmp_path)
     finished.restore(saves)
-    assert finished.take(PendingPrompt(8, 4), "8", "5.0") is None, "it is another prompt's"
-    assert (finished.take(PendingPrompt(7, 4), "7", "5.1") is not None) == is_used
+    assert finished.take(PendingPrompt(8, 4, 8), "8", "5.0") is None, "it is another prompt's"
+    assert (finished.take(PendingPrompt(7, 4, 7), "7", "5.1") is not None) == is_used
 
 
 def test_rollouts_for_a_later_checkpoint_are_used_once(tmp_path):
@@ -106,8 +106,8 @@ def test_rollouts_for_a_later_checkpoint_are_used_once(tmp_path):
     finished = FinishedRollouts(config_of(0), saves, tmp_path)
     finished.restore(saves)
     assert [path.name for path in tmp_path.iterdir()] == ["after_000004"]
-    assert finished.take(PendingPrompt(7, 4), "7", "5.0") is not None
-    assert finished.take(PendingPrompt(8, 4), "8", "5.1") is None
+    assert finished.take(PendingPrompt(7, 4, 7), "7", "5.0") is not None
+    assert finished.take(PendingPrompt(8, 4, 8), "8", "5.1") is None
 
 
 def test_names_of_unused_rollouts_are_avoided(tmp_path):
@@ -136,6 +136,6 @@ def test_stale_rollouts_are_sampled_again(tmp_path, max_staleness, is_used):
     run = Attempts(tmp_path, max_staleness)
     FinishedRollouts(run.config, run.saves, tmp_path).begin(4)
     run.saves.written[run.saves.target[0]] = {"3.0": [ref("3.0", 9, 2, 4)]}
-    state = RunState(4, PromptCursor(1000, seed=0, shuffle=False), under_way=[PendingPrompt(9, 2)])
+    state = RunState(4, PromptCursor(1000, seed=0, shuffle=False), under_way=[PendingPrompt(9, 2, 9)])
     run.saved = json.loads(json.dumps(state.dump()))
     assert (run.begin_step()[1] == ["3.0"]) == is_used
