@@ -23,7 +23,7 @@ sys.path.append(str(FOLDER.parents[1]))  # for tools.benchmarks
 
 from megarl.planner.goodput import FailureModel, predict_goodput, simulate_goodput
 from megarl.run.time_records import ENDED, read_times
-from tools.benchmarks.benchmark import load_config, option, run_benchmark
+from tools.benchmarks.benchmark import load_config, run_benchmark
 
 CASES = yaml.safe_load((FOLDER / "cases/goodput.yaml").read_text())
 GPUS, TARGET = 1024, CASES["target"]
@@ -162,6 +162,6 @@ def figures(restart: Mapping[str, float]) -> dict[str, Any]:
 if __name__ == "__main__":
     run_benchmark(
         __doc__,
-        lambda arguments: figures(measured_restart(arguments.run)),
-        option("--run", type=Path, required=True, help="folder of a run that was killed and resumed"),
+        lambda arguments, _: figures(measured_restart(arguments.run)),
+        ("--run", dict(type=Path, required=True, help="folder of a run that was killed and resumed")),
     )
