@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli, convert
+from megarl import cli
+from megarl.api import convert
 from megarl.cluster.supervision import supervisor
 from megarl.config.load import dump, load
 from megarl.report import resume_hint
