@@ -160,7 +160,7 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         rows.append(("save", _save(plan.save, config.checkpoint.background)))
         if config.cluster.replace_ranks:
             copies = show_bytes(2 * plan.save.node_bytes)
-            rows.append(("lost ranks", f"their state is copied to {copies} of shared memory on the fullest node"))
+            rows.append(("recovery", f"copies of the ranks' state take {copies} of shared memory on the fullest node"))
     overlapped = _overlapped(plan)
     if overlapped is not None:
         rows.append(("async", _asynchrony(config, times, overlapped)))
