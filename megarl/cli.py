@@ -265,7 +265,7 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Write an HTML page that visualizes the best plan.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Compare the best plan with a run's ledger of time.")
+        Path | None, typer.Option(metavar="FOLDER", help="Compare the best plan with a run's time ledger.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -350,9 +350,9 @@ def audit(
         bool, typer.Option("--all", help="Compare all rollout files with the ledger, not only about 64 MB of them.")
     ] = False,
 ) -> None:
-    """Prove from a run's files that it trained on every row once, with weights in an unbroken chain.
+    """Prove from a run's files which step trained on which rows and with which weights.
 
-    The exit code is 1 if the files contradict each other. The first contradiction is then printed.
+    Exit with 1 and print the first contradiction if the files disagree.
     """
     from megarl.run.audit.audit import audit
 

@@ -24,7 +24,7 @@ from megarl.core.errors import RunFailure
 from megarl.core.metrics import Metric
 
 MAX_REPLACEMENTS = 4
-"""Number of replacements in a step after which a further loss ends the attempt, because the step itself is probably the
+"""Maximum number of replacements per step. A further loss ends the attempt, because the step itself is the likely
 cause."""
 
 
@@ -52,7 +52,7 @@ class Recovery:
         self._fits: bool | None = None
         """Whether copies fit into shared memory; None: not checked yet."""
         self.disconnect: list[Callable[[], None]] = []
-        """Functions that make other processes release the old ranks' memory, which outlives the ranks on GPUs."""
+        """Callbacks that make other processes release the old ranks' GPU memory, which otherwise outlives the ranks."""
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts for attempts at a task until one of them completes. If ranks are lost in an attempt, they are
@@ -115,8 +115,10 @@ class Recovery:
             self._num_replaced += 1
             self._num_unreported += 1
             if self._num_replaced > MAX_REPLACEMENTS:
-                raise RunFailure(f"{loss}. The ranks have already been replaced {MAX_REPLACEMENTS} times in this step")
-            print(f"recovery: {loss}. Replacing all ranks of the trained models", flush=True)
+                raise RunFailure(
+                    f"a rank was lost again after {MAX_REPLACEMENTS} replacements in this step. Last cause: {loss}"
+                )
+            print(f"recovery: replacing all ranks of the trained models. Cause: {loss}", flush=True)
             try:
                 self._restart()
                 break
@@ -126,7 +128,7 @@ class Recovery:
         self._seconds += end - begin
         self._session.trace.record("recover", begin, end)
         state = "their initial state" if self._copied is None else f"their state after step {self._copied}"
-        print(f"recovery: replaced the ranks in {end - begin:.1f} s with {state}", flush=True)
+        print(f"recovery: replaced the ranks in {end - begin:.1f} s and restored {state}", flush=True)
 
     def _restart(self) -> None:
         for group in self._groups.values():

@@ -177,8 +177,8 @@ class Session:
             self._rendezvous.withdraw()  # last: a node that leaves while Ray runs counts as lost
 
     def watch(self, actors: Mapping[str, ActorHandle], are_replaceable: bool = False) -> None:
-        """Make every subsequent wait fail if any of these processes is lost, including waits for other processes. The
-        loss of replaceable processes fails only waits while one of them has a call, with LostRanks."""
+        """Make every subsequent wait fail if any of these processes is lost, including waits for other processes. If
+        replaceable processes are lost, a wait raises LostRanks, but only while one of them has a pending call."""
         if are_replaceable:
             self._replaceable |= actors
         else:
@@ -271,7 +271,7 @@ class Session:
         raise error
 
     def _lost_ranks(self, message: str) -> LostRanks:
-        """Return the error for the loss of replaceable processes, and forget their calls and failed ones."""
+        """Return the error for the loss of replaceable processes, and drop their calls and all failed calls."""
         self._pending = [
             pending
             for pending in self._pending

@@ -83,7 +83,7 @@ METRICS = (
     Declaration("time/train", "passes and updates of all models", "s"),
     Declaration("time/copy", "copying the trained models' state to shared memory", "s"),
     Declaration("time/recovery", "replacing lost ranks of the trained models", "s", "steps that lost a rank"),
-    Declaration("recovery/replacements", "how often lost ranks were replaced", "", "steps that lost a rank"),
+    Declaration("recovery/replacements", "number of rank replacements", "", "steps that lost a rank"),
     Declaration("time/refit", "weight sync, including log-prob checks after it", "s"),
     Declaration("time/evaluation", "duration of the step's evaluations", "s", "steps with an evaluation"),
     Declaration("time/checkpoint", "time for which training waited for a save", "s", "steps with a save"),

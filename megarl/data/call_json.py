@@ -72,7 +72,7 @@ def call_of(value: Any, text: str, keys: Sequence[str] = ("arguments",)) -> Call
         return MalformedCall(text, 'not a JSON object with "name" and "arguments"')
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return MalformedCall(text, 'missing "name", which must be the name of the tool as text')
+        return MalformedCall(text, 'missing "name", which must be the tool name as a string')
     present = [key for key in keys if key in value]
     if not present:
         return MalformedCall(text, f'missing "{keys[0]}"; pass {{}} to a tool without arguments')

@@ -67,7 +67,7 @@ def read_calls(turn: Sequence[Piece]) -> Iterator[Call]:
         else:
             yield named_call(call.recipient.removeprefix("functions."), call.text)
     if any(True for _ in calls):
-        yield MalformedCall("", "a turn may have one tool call; further calls were not run")
+        yield MalformedCall("", "a turn may contain only one tool call; further calls were not run")
 
 
 def answer(turn: Sequence[Piece]) -> str:

@@ -1,8 +1,8 @@
 """Goodput of a run whose devices fail: a closed form, and a simulation that checks its assumptions.
 
-Failures come at a constant rate L. Copies of the training state are made every s seconds and hold training up for c.
-After a failure, it takes d to notice, w on average to get a node (if no spare one is left), and r until training
-resumes from the newest copy. The share of the time that trains is s / (exp(L (s + c)) - 1) / (1 / L + d + w + r).
+Failures occur at a rate L. Every s seconds of training, a copy of the state pauses training for c seconds. A failure
+costs d seconds to detect, w on average to replace the node, and r to resume from the newest copy. Goodput is
+s / (exp(L (s + c)) - 1) / (1 / L + d + w + r).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predicts the causes in a run's ledger of time for one step, so that measured and planned time can be compared."""
+"""Predicts the causes in a run's time ledger for one step, so that measured and planned time can be compared."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def predicted_causes(plan: StepPlan) -> Seconds:
 
 
 def write_prediction(plan: StepPlan, run: Path) -> None:
-    """Write the prediction to a run's folder, for its ledger of time and its report."""
+    """Write the prediction to a run's folder, for its time ledger and its report."""
     seconds = {cause: round(value, 3) for cause, value in predicted_causes(plan).items()}
     replace_text(run / PREDICTION, json.dumps(seconds) + "\n")

@@ -1,4 +1,4 @@
-"""Renders a run's ledger of time for the report: a stacked bar over time, and a table of causes."""
+"""Renders a run's time ledger for the report: a stacked bar over time, and a table of causes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class TurnRequest(Sampling):
 @dataclass(frozen=True, slots=True)
 class SyncStats:
     """Statistics for a refit in one engine worker: the bytes written into parameters, the peak size of buffers, and the
-    checksums of the worker's weights, by position among the expected ones."""
+    checksums of the worker's weights, by position in `expected`."""
 
     num_bytes: int
     staging_bytes: int

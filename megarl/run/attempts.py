@@ -20,7 +20,8 @@ ALLOCATED = "MEGARL_ALLOCATED"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The record that an attempt writes when it starts. Times are Unix timestamps; 0 if a time is not known.
+    """The record of an attempt, written at its start and completed at its end. Times are Unix timestamps; 0 if
+    unknown.
 
     Attributes:
         restart: number of times that Slurm has requeued the job.

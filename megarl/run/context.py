@@ -91,7 +91,7 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
 @contextmanager
 def _recorded_end(times: TimeRecorder, resume_point: ResumePoint) -> Iterator[None]:
     """Record the end of the attempt. Outside a Slurm job, which prints it for all of its attempts, print the run's
-    ledger of time."""
+    time ledger."""
     outcome = FAILED
     try:
         yield

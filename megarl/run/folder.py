@@ -106,7 +106,7 @@ class RunFolder:
     config, manifest, metrics = _Inside("config.resolved.yaml"), _Inside("manifest.json"), _Inside("metrics.jsonl")
     checkpoints, model, report = _Inside("checkpoints"), _Inside("model"), _Inside("report.html")
     samples = _Inside(SAMPLES)
-    """The ledger of samples; see megarl.run.sample_ledger."""
+    """The sample ledger; see megarl.run.sample_ledger."""
     finished = _Inside("finished_rollouts")
     """Folder with rollouts that have finished since the newest checkpoint."""
     code = _Inside("code")

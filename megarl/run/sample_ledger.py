@@ -1,4 +1,4 @@
-"""The ledger of samples: one line per step that proves which samples trained which weights; see megarl.run.audit.
+"""The sample ledger: one line per step that proves which samples trained which weights; see megarl.run.audit.
 
 The file is append-only, and each line is on disk before the run proceeds. A line ends with a hash of its content and of
 the previous line's hash. An attempt that resumes from an earlier step does not remove lines: it appends a line `back`,
@@ -53,8 +53,8 @@ class SampleLedger:
             content = json.loads(line)
         if found is None or not isinstance(content, dict) or not is_plain(content.get("timeline"), int):
             raise UserError(
-                f"{self.path}: its last line is damaged. Fix: move the file away. The ledger then begins at the step "
-                "after which the run resumes"
+                f"{self.path}: the last line is damaged. Fix: move or delete the file. A new ledger then starts at the "
+                "step from which the run resumes"
             )
         self._end = found, size, content["timeline"]
 

@@ -105,7 +105,11 @@ class Saver:
             records = unfinished.finish()
             if records is None:
                 self._unfinished = None
-                print(f"checkpoint: step {unfinished.step} is incomplete, because a rank was lost", flush=True)
+                print(
+                    f"checkpoint: abandoned step {unfinished.step}, because a rank was lost before it had written its "
+                    "files",
+                    flush=True,
+                )
                 return False
             self._complete(unfinished, records)
         return True

@@ -126,7 +126,8 @@ def step_seconds(
     """Attribute an interval with a step to causes. The sum is the interval's length times the number of devices.
 
     The driver's phases divide the interval. In each phase, a device computes, or waits for the longest rollouts or for
-    the devices of other roles. Work before the end of the last recovery is done again.
+    the devices of other roles. A phase is recorded when it is complete, so time outside phases before the end of the
+    last recovery is work that is done again.
 
     Args:
         spans: spans of the trace. Of the driver's overlapping ones, the one that began last counts.
@@ -145,7 +146,7 @@ def step_seconds(
             seconds["detection"] += (right - left) * used
         elif task.startswith(RECOVER):
             seconds["restart/in place"] += (right - left) * used
-        elif right <= recovered and task != SAVE:
+        elif right <= recovered and not task:
             seconds["repeated"] += (right - left) * used
         elif not spans:
             seconds["unexplained"] += (right - left) * used

@@ -1,8 +1,8 @@
-"""A run's ledger of time: every second of every allocated device, by cause, over all attempts and jobs.
+"""A run's time ledger: every second of every allocated device, by cause, over all attempts and jobs.
 
 Each attempt's driver records contiguous rows (see TimeRecorder). The ledger places them in the allocations that Slurm
 jobs record (see Attempts). Outside Slurm, each attempt is its own allocation, which begins with the driver's process.
-The time that no row covers has the cause of the last event before it, or is `unexplained`.
+The time that no row covers is attributed to the last event before it, or is `unexplained`.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ class TimeLedger:
         seconds = self.seconds
         total = sum(seconds.values())
         if total <= 0:
-            return "goodput: not known, because the run has no records of its time"
+            return "goodput: unknown, because the run has no time records"
         attempts, allocations = _count(self.num_attempts, "attempt"), _count(self.num_allocations, "allocation")
-        first = f"goodput: completed steps took {100 * goodput(seconds):.1f} % of the allocated time"
-        lines = [f"{first} ({total / 3600:,.2f} device-hours with the queue, {attempts}, {allocations})"]
+        first = f"goodput: steps whose results were kept took {100 * goodput(seconds):.1f} % of the allocated time"
+        lines = [f"{first} ({total / 3600:,.2f} device-hours including queue time, {attempts}, {allocations})"]
         if self.predicted:
             lines.append(f"{'':>30}{'s/step':>9}{'planned':>9}")
         for row in self.rows():

@@ -64,7 +64,7 @@ class SetResult:
         return {self.settings.prefix + name: value for name, value in (metrics | dict(self.shares)).items()}
 
     def record(self) -> dict[str, Any]:
-        """Return the set's record in the ledger of samples."""
+        """Return the set's record in the sample ledger."""
         rollouts = self.num_prompts * self.settings.samples_per_prompt
         failed = round(self.shares["failed_frac"] * rollouts)
         name = self.settings.name
@@ -91,7 +91,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate the sets that are due after step `number`, which is also the engines' weight version. Return the
     metrics. `file` returns the file for a set's samples, given the set's name and the step. `record` adds the sets'
-    records to the ledger of samples."""
+    records to the sample ledger."""
     due = config.evaluation.due(number, config.run.steps)
     if not due:
         return {}

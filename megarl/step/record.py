@@ -1,4 +1,4 @@
-"""The record of a step in the run's ledger of samples: which rows it drew, trained on, left out and dropped."""
+"""The record of a step in the run's sample ledger: which rows it drew, trained on, left out and dropped."""
 
 from __future__ import annotations
 

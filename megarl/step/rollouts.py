@@ -35,7 +35,7 @@ class Rollouts:
         chosen: the samples that the step trains on, by prompt.
         process_rewards: references to per-token rewards; empty without any.
         solve_rates: fraction of solved rollouts, by prompt id, for prompts with a scored sample.
-        record: the step's record in the ledger of samples.
+        record: the step's record in the sample ledger.
     """
 
     sampled: Sequence[Sequence[SampleRef]]
@@ -109,7 +109,7 @@ def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[s
 
 
 def take_advantages(actor: TrainerGroup) -> Advantages:
-    """Return the trained samples' advantages from the ranks, and drop them there."""
+    """Take the trained samples' advantages from the ranks, which then discard them."""
     advantages, details = actor.take_advantages(), actor.take_token_details()
     return advantages.result(), details.result()
 

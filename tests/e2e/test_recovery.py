@@ -25,7 +25,9 @@ KEYS = (
     "run.export=true",
 )
 VARYING = (*MEASURED, "recovery/")
-REPLACED = re.compile(r"recovery: replaced the ranks in [0-9.]+ s with their (?:initial state|state after step \d+)")
+REPLACED = re.compile(
+    r"recovery: replaced the ranks in [0-9.]+ s and restored their (?:initial state|state after step \d+)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,7 @@ def test_losses_during_a_replacement_are_replaced(recipe: Path, uninterrupted: P
             new = [process for process in ranks(run) if process.pid not in known]
             known |= {process.pid for process in new}
             new[0].kill()
-            run.wait_until(lambda number=number: run.output.count("Replacing all ranks") == number + 1)
+            run.wait_until(lambda number=number: run.output.count("replacing all ranks") == number + 1)
         folder = finish(run)
     assert_equal(folder, uninterrupted)
     assert sum(row.get("recovery/replacements", 0) for row in metrics(folder, ())) == 3

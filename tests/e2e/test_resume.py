@@ -50,7 +50,7 @@ EVALUATION = (
     "evaluation.best.metric=evaluation/a/avg@1",
 )
 """Keys of the interrupted runs. The uninterrupted run does not evaluate, which must not affect training."""
-MEASURED = ("time/", "idle/", "memory/", "throughput/", "checkpoint/")
+MEASURED = ("time/", "idle/", "memory/", "throughput/", "checkpoint/", "goodput/", "cluster/")
 """Metrics that differ between any two runs."""
 
 
@@ -152,14 +152,16 @@ def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFact
     assert_loadable(folder)
     reached = latest(folder)
     assert 5 <= reached <= 7
+    folder_of_finished = folder / "tiny" / "finished_rollouts" / f"after_{STEPS - 1:06d}"
     # Killed when the rollouts of the last step have finished.
     with recipe.run(folder, STEPS - 1 - reached, *EVALUATION, at_once) as run:
         run.wait_until(lambda: latest(folder) == STEPS - 1)
         run.wait_until_held(recipe.folder)
+        run.wait_until(lambda: len(list(folder_of_finished.glob("[0-9]*.safetensors"))) == 4)
         assert f"resuming after step {reached} " in run.output
         kill(run)
     reached = STEPS - 1
-    finished = sorted((folder / "tiny" / "finished_rollouts" / f"after_{reached:06d}").glob("*.safetensors"))
+    finished = sorted(folder_of_finished.glob("[0-9]*.safetensors"))
     assert [file.name.partition("-")[0] for file in finished] == [f"{STEPS}.{i}" for i in range(4)]
     finished[1].unlink()  # as if this prompt's rollouts had not finished
     if attempts == 5:

@@ -123,7 +123,8 @@ def test_run_writes_trace_profile_and_token_details(learned):
     for number in (1, 20):
         [step] = [span for span in phases if span.task == f"step {number}"]
         inside = {span.task for span in phases if step.begin <= span.begin and span.end <= step.end} - {step.task}
-        assert inside == {"rollout", "reward", "train", "copy", "refit", "save"}
+        evaluation = {"evaluation"} if number == 20 else set()
+        assert inside == {"rollout", "reward", "train", "copy", "refit", "save"} | evaluation
     assert [file.name for file in (learned / "profiles").rglob("*.gz")] == ["actor-1.json.gz"]
     rows = [json.loads(line) for line in (learned / "rollouts/step_000002.jsonl").read_text().splitlines()]
     detailed = [row for row in rows if "tokens" in row]
@@ -309,6 +310,7 @@ def test_run_folder_is_complete(learned):
         "rewards-0",
         "environments-0",
         "trace",
+        "time",
     }
     assert "\nactor: torch layers, " in (learned / "logs/attempt_1/trainer-1.log").read_text()
     assert "engine rank 0: vLLM " in (learned / "logs/attempt_1/engine-0.log").read_text()

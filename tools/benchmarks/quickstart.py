@@ -145,8 +145,7 @@ def after_a_loss(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     trained = next(span["end"] for span in spans if span["task"] == "train")
     return conditions | {
         "step_s": step_s,
-        "copy_s": median(line["time/copy"] for line in lines),
-        "copy_share": median(line["time/copy"] for line in others) / step_s,
+        "copy_s": median(line["time/copy"] for line in others),
         "replacement_s": lost["time/recovery"],
         "lost_s": {"replaced": lost["time/step"] - step_s, "resumed": trained - killed_at - step_s},
     }

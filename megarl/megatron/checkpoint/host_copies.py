@@ -1,9 +1,9 @@
 """Copies of a rank's training state in its node's shared memory. They outlive the process, and a new process with the
 same rank resumes from them.
 
-A copy has the bits that a checkpoint stores for the rank's own range of the trained parameters, together with router
-biases, mutable weight snapshots, counters and RNG states. Everything else is loaded from the model folder. Unlike a
-checkpoint, a copy fits only the layout that wrote it, and needs neither a disk nor other ranks.
+A copy holds, bit for bit, what a checkpoint stores for the rank's own range of the trained parameters, together with
+router biases, mutable weight snapshots, counters and RNG states. Everything else is loaded from the model folder.
+Unlike a checkpoint, a copy can be restored only with the same layout, and writing it needs neither disk nor peers.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Spec(NamedTuple):
 
 
 class HostCopies:
-    """One rank's last two copies, each in a slot. A slot's record is removed before its tensors are written, and
-    replaced afterwards, so a rank that is killed while it copies leaves the other slot's copy intact."""
+    """One rank's last two copies, each in a slot. A slot's record is deleted before its tensors are
+    written and rewritten afterwards, so a rank that is killed while it copies leaves the other slot's copy intact."""
 
     def __init__(self, folder: Path, rank: str):
         """`folder` is a private folder in shared memory, and `rank` names the rank's files in it."""
@@ -110,7 +110,7 @@ class HostCopies:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(file, 0, max(num_bytes, ALIGNMENT))  # a later write to full memory would be fatal
+                os.posix_fallocate(file, 0, max(num_bytes, ALIGNMENT))  # writing to full memory kills the process
             except OSError as error:
                 path.unlink()
                 if error.errno not in DISK_FULL:

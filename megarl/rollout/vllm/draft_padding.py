@@ -1,4 +1,4 @@
-"""Schedule requests that join a batch without placeholder drafts."""
+"""Patch vLLM's scheduler so that requests joining a batch get no placeholder drafts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def install() -> None:
 
 
 def _update_without_padding(self: Scheduler, scheduler_output: SchedulerOutput) -> None:
-    """Remove the drafts of requests that join the batch in this step. vLLM appends placeholders to a joining request
-    with one token to process, so that all requests of the step have the same length, as its CUDA graphs need. Gated
-    delta nets would verify them and start from the state that the slot's previous request left. A seeded sample would
-    also depend on whether other requests run."""
+    """Remove the drafts of requests that join the batch in this step. vLLM pads a joining request that has one token to
+    process with placeholder drafts, because its CUDA graphs need requests of equal length. Gated delta nets would
+    verify these drafts, starting from the state of the slot's previous request. Seeded samples would also depend on
+    concurrent requests."""
     output = scheduler_output
     joined = {request.req_id for request in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
     for name in joined & output.scheduled_spec_decode_tokens.keys():

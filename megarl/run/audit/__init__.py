@@ -1,1 +1,1 @@
-"""Proof from a run's files that it trained on every row once, with weights in an unbroken chain."""
+"""Proof from a run's files of which step trained on which rows and with which weights."""

@@ -1,4 +1,4 @@
-"""`megarl audit`: read a run's ledger of samples, and compare it with the run's other files."""
+"""`megarl audit`: read a run's sample ledger, and compare it with the run's other files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megarl.run.folder import RunFolder
 
 
 def audit(path: Path, reads_all: bool = False) -> tuple[bool, list[str]]:
-    """Return whether a run's files prove that it trained on every row once, and lines with the proof or the first
-    contradiction. Raise UserError if the folder has no ledger. reads_all: whether to compare all rollout files, instead
-    of files up to BUDGET_BYTES."""
+    """Return whether a run's files agree with its ledger, and lines with the proof or the first contradiction. Raise
+    UserError if the folder has no ledger. reads_all: whether to compare all rollout files, instead of files up to
+    BUDGET_BYTES."""
     folder = RunFolder(path)
     if not folder.samples.exists():
         raise UserError(
@@ -59,7 +59,7 @@ def _proof(folder: RunFolder, budget: float) -> list[str]:
     checkpoints = checked(folder.checkpoints, lambda: check_checkpoints(listing.checkpoints, history))
     torn = " and a partial one" if chain.is_torn else ""
     lines = [
-        f"{folder.path}: proven. Each drawn row was used in one step, none was lost, and the chain is unbroken",
+        f"{folder.path}: proven. No drawn row was lost or used twice, and the hash chain is unbroken",
         *_history_lines(history),
         f"checkpoints  {checkpoints}",
         f"files        {', '.join(compared)}",
@@ -130,5 +130,5 @@ def _gaps(history: History) -> list[str]:
     if not history.knows_order:
         lines.append("the order of the draws, because the data is drawn by weight or has too many rows")
     if history.base:
-        lines.append(f"steps 1 to {history.base}, which another run or an earlier version made")
+        lines.append(f"steps 1 to {history.base}, recorded by another run or before megarl had a ledger")
     return lines

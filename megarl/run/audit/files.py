@@ -1,4 +1,4 @@
-"""Compares a ledger of samples with the other files of its run, if they still exist."""
+"""Compares a sample ledger with the other files of its run, if they still exist."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def check_checkpoints(checkpoints: Mapping[int, Path], history: History) -> str:
         if step > history.base and saved != history.pending[step]:
             raise Broken(str(path), f"the draws and pending rows {shown(history.pending[step])}", shown(saved))
     earlier = "" if known == found else f", {len(found) - len(known)} older than the ledger"
-    return f"{len(history.checkpoints)} recorded, {len(known)} on disk with the recorded SHA-256{earlier}"
+    return f"{len(history.checkpoints)} recorded, {len(known)} on disk with the recorded manifest{earlier}"
 
 
 def check_rollouts(files: Mapping[int, Path], history: History, total: int) -> str:

@@ -1,4 +1,4 @@
-"""The rules that the lines of a ledger of samples must satisfy, in their order."""
+"""The rules that the lines of a sample ledger must satisfy, in their order."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class History:
             require(content["timeline"] == expected, f"timeline {expected}", shown(content["timeline"]))
             require(number > 1 or kind == "run", "a line `run`, which begins a ledger", f"a line `{kind}`")
             is_after_end = self.has_ended and kind not in ("run", "back")
-            require(not is_after_end, "no further step of a finished run", f"a line `{kind}`")
+            require(not is_after_end, "no line after `end`", f"a line `{kind}`")
             getattr(self, f"_read_{kind}")(content["step"], content)
         except _Rule as rule:
             raise Broken(place, *map(str, rule.args)) from None
@@ -144,7 +144,7 @@ class History:
         pending = content["pending"]
         self.open = dict(zip(naturals(pending["draw"]), naturals(pending["row"]), strict=True))
         require(all(draw < self.num_draws for draw in self.open), "pending draws of the run", shown(pending["draw"]))
-        require(len(self.open) == len(pending["draw"]), "each pending draw once", shown(pending["draw"]))
+        require(len(self.open) == len(pending["draw"]), "no duplicate pending draw", shown(pending["draw"]))
         if content["checkpoint"] is not None:
             self.checkpoints[step] = content["checkpoint"]
 
@@ -368,7 +368,7 @@ class History:
         draws, reasons = dropped.get("draw", ()), dropped.get("why", ())
         for draw in draws:
             if draw not in self.open and draw not in taken:
-                raise _Rule(f"a pending row as draw {draw}", f"a dropped group of a row {self._fate(draw)}")
+                raise _Rule(f"a pending row as draw {draw}", f"a dropped group whose row {self._fate(draw)}")
         require(len(reasons) == len(draws), "a reason for each dropped group", f"{len(reasons)} reasons")
         totals.dropped.update(reasons)
         return sum(naturals(dropped.get("samples", ())))
@@ -407,5 +407,5 @@ def naturals(values: Iterable[Any]) -> Sequence[int]:
     """Return a list of integers that are at least 0 and fit in 63 bits."""
     listed = list(values)
     is_valid = set(map(type, listed)) <= {int} and (not listed or 0 <= min(listed) <= max(listed) < 2**63)
-    require(is_valid, "integers that are not negative", shown(listed))
+    require(is_valid, "nonnegative integers below 2^63", shown(listed))
     return listed

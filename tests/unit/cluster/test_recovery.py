@@ -110,8 +110,10 @@ def test_ranks_get_the_state_of_the_latest_copy(capsys: pytest.CaptureFixture[st
     assert models.log == ["actor kill", "disconnect", "actor launch", "actor start", "actor restore 5"]
     assert models.spans == ["recover"]
     output = capsys.readouterr().out
-    assert "recovery: update: actor-1 died. See actor-1.log. Replacing all ranks" in output
-    assert "with their state after step 5" in output
+    assert (
+        "recovery: replacing all ranks of the trained models. Cause: update: actor-1 died. See actor-1.log\n" in output
+    )
+    assert "and restored their state after step 5" in output
     metrics = models.trained.take_metrics()
     assert metrics["recovery/replacements"].value == 1 and metrics["time/recovery"].value >= 0
     assert models.trained.take_metrics() == {}
@@ -164,7 +166,10 @@ def test_models_on_shared_devices_load_one_at_a_time() -> None:
 def test_step_that_always_loses_a_rank_ends_the_run() -> None:
     models = Models(actor())
     models.trained.copy_state(1)
-    with pytest.raises(RunFailure, match=f"actor-1 died.*already been replaced {MAX_REPLACEMENTS} times in this step"):
+    with pytest.raises(
+        RunFailure,
+        match=f"lost again after {MAX_REPLACEMENTS} replacements in this step. Last cause: update: actor-1 died",
+    ):
         models.run(*[loss()] * (MAX_REPLACEMENTS + 1))
     assert models.log.count("actor launch") == MAX_REPLACEMENTS
 

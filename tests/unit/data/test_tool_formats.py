@@ -210,7 +210,7 @@ def test_harmony_turn_has_at_most_one_call():
     for number in (2, 3000):
         first, second = read("harmony", call * number)
         assert first == ToolCall("add", {})
-        assert isinstance(second, MalformedCall) and second.reason.startswith("a turn may have one tool call")
+        assert isinstance(second, MalformedCall) and second.reason.startswith("a turn may contain only one tool call")
 
 
 @pytest.mark.parametrize(

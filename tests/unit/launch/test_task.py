@@ -81,7 +81,7 @@ def test_attempt_records_its_allocation_and_end(
     [(attempt, _)] = Attempts(run).all()
     assert attempt == Attempt("7", 0, 50.0, 100.0, 0, submitted=20.0, nodes=2, noticed=90.0, ended=130.0)
     printed = capsys.readouterr().out
-    assert "job: goodput: completed steps took 0.0 % of the allocated time" in printed
+    assert "job: goodput: steps whose results were kept took 0.0 % of the allocated time" in printed
     assert "  queue           27.3 %  waiting in Slurm's queue\n" in printed  # 30 s of 110 s
 
 

@@ -1,4 +1,4 @@
-"""Tests of the planned time of a step by the causes of the ledger of time."""
+"""Tests of the planned time of a step by the causes of the time ledger."""
 
 from __future__ import annotations
 

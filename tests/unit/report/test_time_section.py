@@ -1,4 +1,4 @@
-"""Tests of the report's section on the ledger of time."""
+"""Tests of the report's section on the time ledger."""
 
 from __future__ import annotations
 

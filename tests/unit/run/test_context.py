@@ -349,7 +349,7 @@ def test_run_records_where_its_time_goes(tmp_path: Path, capsys: pytest.CaptureF
     assert (ledger.num_steps, ledger.is_restart) == (3, False)
     assert ledger.intervals[-1].end - ledger.intervals[0].begin == pytest.approx(sum(ledger.seconds.values()) / 1)
     assert ledger.intervals[0].begin < begin < ledger.intervals[-1].end <= time.time()
-    assert "\ngoodput: completed steps took " in capsys.readouterr().out
+    assert "\ngoodput: steps whose results were kept took " in capsys.readouterr().out
     row = json.loads(context.folder.metrics.read_text().splitlines()[-1])
     assert row["cluster/goodput"] > 0 < row["goodput/evaluation"]
 

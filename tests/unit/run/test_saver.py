@@ -101,7 +101,7 @@ def test_lost_rank_leaves_no_partial_checkpoint(
     group.num_launches += is_replaced
     saver.commit()
     assert latest(tmp_path) == (3 if is_written else None)
-    assert ("step 3 is incomplete" in capsys.readouterr().out) == (not is_written)
+    assert ("abandoned step 3" in capsys.readouterr().out) == (not is_written)
     assert saver.finish()
     group.is_lost = False
     saver.save(trained_models(group), 6, {})

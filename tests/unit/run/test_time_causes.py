@@ -75,15 +75,16 @@ def test_work_before_a_recovery_is_done_again() -> None:
     spans = driver(
         ("save", 0, 2),
         ("rollout", 2, 6),
-        ("train", 6, 20),
         ("detect", 9, 10),
         ("recover: processes", 10, 12),
         ("recover: state", 12, 15),
+        ("train", 15, 20),
         ("refit", 20, 21),
     )
     assert step_seconds(0, 21, spans, Devices(shared=2)) == {
         "checkpoint": 4,
-        "repeated": 2 * 7,
+        "rollout": 8,
+        "repeated": 2 * 3,
         "detection": 2,
         "restart/in place": 10,
         "train": 10,

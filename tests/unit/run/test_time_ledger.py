@@ -1,4 +1,4 @@
-"""Tests of the ledger of time with synthetic records."""
+"""Tests of the time ledger with synthetic records."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_ledger_of_a_run_folder(tmp_path: Path) -> None:
     write(tmp_path, 1, RECORDED)
     ledger = read_ledger(tmp_path)
     assert totals(ledger) == {"startup/job": 20, "startup/ray": 20, "train": 20, "finish": 22}
-    assert ledger.describe().startswith("goodput: completed steps took 24.4 % of the allocated time")
+    assert ledger.describe().startswith("goodput: steps whose results were kept took 24.4 % of the allocated time")
     assert "  train           24.4 %  passes and updates\n" in ledger.describe()
 
 
@@ -262,7 +262,7 @@ def test_deleted_records_are_unexplained(tmp_path: Path) -> None:
         attempt.write_text("{}")
     ledger = read_ledger(tmp_path)
     assert (ledger.seconds, goodput(ledger.seconds)) == ({}, 0.0)
-    assert ledger.describe() == "goodput: not known, because the run has no records of its time"
+    assert ledger.describe() == "goodput: unknown, because the run has no time records"
 
 
 def test_prediction_is_beside_the_measurement(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The record of a step in the ledger of samples."""
+"""The record of a step in the sample ledger."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def evaluate_twice(lines: list[Line]) -> None:
         (save_another_checkpoint, "step_000012: expected the SHA-256 0000000000000000… of its manifest, but found"),
         (save_no_checkpoint, "step_000012: expected only checkpoints of the ledger, up to step 12"),
         (go_back_too_far, "expected a return to one of the steps 0 to 12, but found step 13"),
-        (drop_a_trained_row, r"expected a pending row as draw \d+, but found a dropped group of a row which step 11"),
+        (drop_a_trained_row, r"expected a pending row as draw \d+, but found a dropped group whose row which step 11"),
         (hide_a_dropped_group, r"metrics.jsonl line \d+: expected rollout/dropped_samples=0, as in line"),
         (count_more_samples, "step_000012.jsonl: expected samples=3 of group"),
         (forget_the_end, "expected finished_after_step=12 and no end in the ledger, but found 12"),
@@ -364,7 +364,7 @@ def test_values_of_other_types_never_raise(finished: Path, copied: Path, data: s
 
 def test_commands_exit_code_is_1_for_a_break(finished: Path, copied: Path) -> None:
     result = CliRunner().invoke(app, ["audit", str(finished)])
-    assert result.exit_code == 0 and result.stdout.startswith(f"{finished}: proven. Each drawn row")
+    assert result.exit_code == 0 and result.stdout.startswith(f"{finished}: proven. No drawn row")
     refusal(copied, b"")
     result = CliRunner().invoke(app, ["audit", str(copied)])
     assert result.exit_code == 1 and result.stderr.startswith(f"{copied}/samples.jsonl: expected a line `run`")

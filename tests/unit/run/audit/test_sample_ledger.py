@@ -1,4 +1,4 @@
-"""The ledger of samples survives kills during a write, and runs on offline data have one."""
+"""The sample ledger survives kills during a write, and runs on offline data have one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_ledger_with_only_a_partial_line_begins_again(tmp_path: Path) -> None:
 def test_damaged_last_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text(f"{line}\n")
-    with pytest.raises(UserError, match=f"{path}: its last line is damaged. Fix: move the file away"):
+    with pytest.raises(UserError, match=f"{path}: the last line is damaged. Fix: move or delete the file"):
         SampleLedger(path)
 
 
@@ -67,7 +67,7 @@ def test_run_from_another_checkpoint_begins_a_new_history(tmp_path: Path) -> Non
     is_proven, lines = audit(tmp_path)
     assert is_proven and "steps        0 (8 to 7, not finished). Restarts: 1, undone steps: 0" in lines
     assert any("0 draws from 5 rows" in line and "; 21 pending" in line for line in lines)
-    assert lines[-1] == "not proven   steps 1 to 7, which another run or an earlier version made"
+    assert lines[-1] == "not proven   steps 1 to 7, recorded by another run or before megarl had a ledger"
 
 
 def test_offline_run_trains_on_each_row_once(tmp_path: Path) -> None:
