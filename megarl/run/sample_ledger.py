@@ -92,11 +92,6 @@ class SampleLedger:
         self._append("run", state.step, {"format": FORMAT, **settings})
         sync(self.path.parent)
 
-    def back(self, step: int, cause: str) -> None:
-        """Record that the current attempt continues after `step`, in a new timeline. Later steps and checkpoints no
-        longer count. Call it before any of these steps runs again, and `refit` before the next step."""
-        self._append("back", step, {"cause": cause})
-
     def refit(self, step: int, weights: Mapping[str, Any]) -> None:
         """Record a refit with the weights after `step`, other than the step's own refit."""
         self._append("refit", step, {"weights": weights})

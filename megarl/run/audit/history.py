@@ -162,8 +162,6 @@ class History:
             del self.checkpoints[later]
         for key in [key for key in self.evaluations if key[0] > step]:
             del self.evaluations[key]
-        if "attempt" not in content:
-            return
         data = self.settings["data"]
         require(content["data"] == data, f"the run's data {data}", shown(content["data"]))
         self._set(content)

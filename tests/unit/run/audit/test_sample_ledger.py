@@ -35,10 +35,10 @@ def test_partial_last_line_is_removed(tmp_path: Path, num_bytes: int) -> None:
     ledger.refit(0, {"name": "x" * 2**18})
     path.write_bytes(path.read_bytes()[: len(whole) + num_bytes])
     assert len(lines_of(path)) == 2
-    SampleLedger(path).back(0, "a rank was lost")
+    SampleLedger(path)._append("back", 0, {})
     assert path.read_bytes().startswith(whole)
     assert [(line["kind"], line["timeline"]) for line in lines_of(path)] == [("refit", -1), ("refit", -1), ("back", 0)]
-    SampleLedger(path).back(0, "a rank was lost")
+    SampleLedger(path)._append("back", 0, {})
     assert lines_of(path)[-1]["timeline"] == 1
 
 
@@ -105,7 +105,7 @@ def test_interrupted_write_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            ledger.back(0, "a rank was lost")
+            ledger._append("back", 0, {})
     assert [(line["kind"], line["timeline"]) for line in lines_of(path)] == [("refit", -1), ("back", 0)]
     ledger.end(0)
     assert [(line["kind"], line["timeline"]) for line in lines_of(path)] == [("refit", -1), ("end", -1)]
