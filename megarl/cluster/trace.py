@@ -128,7 +128,7 @@ def read_spans(logs: Path) -> Iterator[Span]:
 
 class SpanReader:
     """Reads an attempt's trace while the same process writes it. Each `read` returns the spans written since the
-    previous one, also if a new window has begun."""
+    previous one, including across windows."""
 
     def __init__(self, logs: Path):
         self._path = logs / FILE

@@ -91,7 +91,7 @@ METRICS = (
     Declaration("checkpoint/bytes", "size of the latest complete checkpoint", "bytes", "after a save"),
     Declaration("cluster/goodput", "fraction of the run's allocated time so far spent on steps that were kept"),
     Declaration(
-        "goodput/CAUSE", "fraction of the device-seconds so far, with Slurm's queue, by cause", "", "time of this cause"
+        "goodput/CAUSE", "fraction of all device-seconds so far, including queue time", "", "causes with recorded time"
     ),
     Declaration("idle/engines", "fraction of the step in which engines were idle"),
     Declaration("idle/ROLE", "fraction of the step in which the ranks of a trained model were idle"),

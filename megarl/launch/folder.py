@@ -4,7 +4,7 @@ job.sbatch        the submitted script
 recipe.yaml       resolved config of the run
 recipe-N.yaml     the same with fewer replicas, for an attempt on N nodes
 job.json          job settings for the tasks, see Job
-prediction.json   the planner's seconds of a step by cause, see planner.predicted_time
+prediction.json   predicted seconds per step by cause, see planner.predicted_time
 submitted         id of the last submitted job
 job-NUMBER.log    output of the job
 attempts/NUMBER   an attempt, see run.attempts; its mtime is updated while the attempt runs

@@ -175,7 +175,7 @@ def charts_of(history: History) -> Iterator[Chart]:
 
 
 def other_charts(history: History, excluded: str | tuple[str, ...]) -> Iterator[Chart]:
-    """Yield a chart for each remaining metric whose name does not start with (one of) `excluded`."""
+    """Yield a chart for each remaining metric whose name starts with no prefix in `excluded`."""
     for metric in sorted(set(history.columns) - charted_metrics()):
         if not metric.startswith(excluded) and not AGE.fullmatch(metric) and len(history.finite(metric)):
             yield Chart(metric, "", ((metric, metric),), place="other-charts")

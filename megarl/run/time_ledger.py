@@ -62,7 +62,7 @@ class TimeLedger:
     """The device-seconds of a run by cause, over all of its allocations.
 
     Attributes:
-        intervals: in the order of time, without the time between allocations, except for that in Slurm's queue.
+        intervals: in chronological order, without the time between allocations, except for that in Slurm's queue.
         num_steps: number of kept steps.
         num_devices: number of devices of the newest allocation.
         is_restart: whether the newest attempt follows one that failed or was killed.
@@ -248,7 +248,7 @@ def _without_lost_steps(attempts: Sequence[AttemptTimes]) -> tuple[int, list[Att
 def _allocations(
     attempts: Sequence[AttemptTimes], launched: Sequence[tuple[Attempt, float]], now: float | None
 ) -> list[_Allocation]:
-    """Return the allocations in the order of time, with their records. An allocation ends with its last record, or when
+    """Return the allocations in chronological order, with their records. An allocation ends with its last record, or when
     Slurm requeued its job."""
     found: dict[tuple[str, int], _Allocation] = {}
     for attempt, seen in launched:
@@ -323,7 +323,7 @@ def _gap(
 
 
 def _events(allocation: _Allocation) -> list[tuple[float, str]]:
-    """Return events outside the rows, in the order of time, each with the cause of the time after it."""
+    """Return events outside the rows, in chronological order, each with the cause of the time after it."""
     begins = "restart/job" if allocation.follows_failure else "startup/job"
     events = [(allocation.begin, begins if allocation.launched else "unexplained")]
     for number, (attempt, seen) in enumerate(allocation.launched):

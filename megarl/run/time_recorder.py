@@ -29,7 +29,7 @@ from megarl.run.time_ledger import goodput, read_ledger
 from megarl.run.time_records import FILE, Row, Start
 
 IMPORTED = time.time()
-"""End of the driver's imports, of which this module's are among the last."""
+"""Approximate end of the driver's imports; this module is imported late."""
 
 REMEMBERED = 1000
 """Number of steps whose time can become `repeated` when the same attempt does them again."""
@@ -105,7 +105,7 @@ class TimeRecorder:
                     self._seconds["repeated"] += value
 
     def _record(self, now: float, seconds: Seconds, step: int | None = None, outcome: str = "") -> None:
-        """Write the row that ends `now`. A clock that was set back writes none."""
+        """Write the row that ends `now`. Write nothing if the clock was set back."""
         if now > self._at:
             rounded = {cause: round(value, 6) for cause, value in seconds.items()}
             row = asdict(Row(self._at, now, rounded, step, outcome))

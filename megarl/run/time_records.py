@@ -88,7 +88,7 @@ def read_times(run: Path) -> list[AttemptTimes]:
 
 def _read(logs: Path) -> AttemptTimes | None:
     """Return the records of an attempt, or None if there are none. Damaged rows are omitted. If the first row is
-    damaged, the remaining ones stand for it."""
+    damaged, its values are inferred from the other rows."""
     rows: list[dict[str, Any]] = []
     with suppress(UserError, OSError):
         rows = read_objects(logs / FILE)[0]

@@ -26,7 +26,7 @@ BUDGET_BYTES = 2**26
 
 
 def chosen_files(files: Mapping[int, Path], budget: float) -> dict[int, Path]:
-    """Choose rollout files in a random order, the same each time, until their sizes exceed the budget."""
+    """Choose rollout files in a random order, the same each time, whose total size is within the budget."""
     order = sorted(files)
     random.Random(0).shuffle(order)
     sizes = accumulate(files[step].lstat().st_size for step in order)
@@ -55,7 +55,7 @@ def check_settings(folder: RunFolder, history: History) -> str:
         for section, name in (("rollout", "max_staleness"), ("batch", "prompts_per_step")):
             recorded, actual = settings[name], config.get(section, {}).get(name)
             if recorded is not None and recorded != actual:
-                raise Broken(str(path), f"{section}.{name}={recorded}, as the ledger's attempt {attempt}", f"{actual}")
+                raise Broken(str(path), f"{section}.{name}={recorded}, as recorded for attempt {attempt}", f"{actual}")
     return ""
 
 
@@ -150,7 +150,7 @@ def check_rollouts(files: Mapping[int, Path], history: History, total: int) -> s
             recorded |= dict(zip(table["group"], columns, strict=True))
         for group, rows in _groups(path).items():
             if group not in recorded:
-                raise Broken(str(path), "only groups of the ledger", f"group {shown(group)}")
+                raise Broken(str(path), "only groups recorded in the ledger", f"group {shown(group)}")
             actual = _described(rows)
             for name, expected, value in zip(_COMPARED, recorded[group], actual, strict=True):
                 if value is not None and value != expected:

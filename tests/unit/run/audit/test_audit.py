@@ -252,7 +252,7 @@ def evaluate_twice(lines: list[Line]) -> None:
             r"expected tokens of draw \d+ from versions \d+ to 11 \(rollout.max_staleness=\d\), but found",
         ),
         (use_future_weights, r"expected tokens of draw \d+ from versions \d+ to 11 .*, but found versions \d+ to 12"),
-        (raise_the_bound, r"config.resolved.yaml: expected rollout.max_staleness=\d, as the ledger's attempt"),
+        (raise_the_bound, r"config.resolved.yaml: expected rollout.max_staleness=\d, as recorded for attempt"),
         (repeat_a_group, "expected each group in one step only, but found group"),
         (train_fewer_groups, r"expected at least 3 groups \(batch.prompts_per_step\), but found 2"),
         (leave_out_a_good_group, r"expected 3 trained groups \(batch.prompts_per_step\), but found 2"),
