@@ -248,8 +248,8 @@ def _without_lost_steps(attempts: Sequence[AttemptTimes]) -> tuple[int, list[Att
 def _allocations(
     attempts: Sequence[AttemptTimes], launched: Sequence[tuple[Attempt, float]], now: float | None
 ) -> list[_Allocation]:
-    """Return the allocations in chronological order, with their records. An allocation ends with its last record, or when
-    Slurm requeued its job."""
+    """Return the allocations in chronological order, with their records. An allocation ends with its last record, or
+    when Slurm requeued its job."""
     found: dict[tuple[str, int], _Allocation] = {}
     for attempt, seen in launched:
         key, last = (attempt.job, attempt.restart), max(attempt.began, attempt.ended or seen)

@@ -26,7 +26,7 @@ BUDGET_BYTES = 2**26
 
 
 def chosen_files(files: Mapping[int, Path], budget: float) -> dict[int, Path]:
-    """Choose rollout files in a random order, the same each time, whose total size is within the budget."""
+    """Choose rollout files in a fixed random order, up to a total size of `budget` bytes."""
     order = sorted(files)
     random.Random(0).shuffle(order)
     sizes = accumulate(files[step].lstat().st_size for step in order)
