@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster.supervision.scratch import memory_folder
 from megarl.core.checkpoint import Checkpoint
 from megarl.run.audit.audit import audit
 from megarl.run.checkpoints import Checkpoints
@@ -104,7 +105,8 @@ def kill(run: Run) -> None:
     for process in run.processes():
         process.kill()
     assert run.end() != 0
-    shutil.rmtree(scratch, ignore_errors=True)
+    for folder in (scratch, memory_folder(scratch)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def latest(folder: Path) -> int:

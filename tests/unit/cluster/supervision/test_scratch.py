@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.cluster.supervision import scratch, segments
-from megarl.cluster.supervision.scratch import make_scratch, remove_scratch, sweep
+from megarl.cluster.supervision.scratch import make_scratch, memory_folder, remove_scratch, sweep
 from tests.timing import HANG_S, wait_until
 
 
@@ -67,3 +67,37 @@ def test_lock_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(path.name for path in folder.iterdir()) == ["inner", scratch.LOCK]
     remove_scratch(folder)
     assert not folder.exists()
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder in place of /dev/shm."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(segments, "SHARED_MEMORY", memory)
+    return memory
+
+
+def test_memory_folder_is_removed_with_its_scratch_folder(memory: Path) -> None:
+    folder, other = make_scratch(), make_scratch()
+    for each in (folder, other):
+        memory_folder(each).mkdir(mode=0o700)
+        (memory_folder(each) / "actor-0.0.tensors").write_text("state")
+    remove_scratch(folder)
+    assert list(memory.iterdir()) == [memory_folder(other)]
+
+
+def test_memory_folder_that_others_may_write_to_is_kept(memory: Path) -> None:
+    folder = make_scratch()
+    memory_folder(folder).mkdir()
+    memory_folder(folder).chmod(0o777)
+    remove_scratch(folder)
+    assert memory_folder(folder).exists()
+
+
+def test_folder_with_another_name_has_no_memory_folder(memory: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "megarl-notes"
+    folder.mkdir()
+    memory_folder(folder).mkdir()
+    remove_scratch(folder)
+    assert memory_folder(folder).exists()
