@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from megarl.cluster.supervision.scratch import PLACE
 from megarl.cluster.trace import FILE, Span
 from megarl.run.audit.audit import audit
 from tests.metrics import undeclared
@@ -207,10 +208,11 @@ class Run:
         return Path(option.removeprefix("--temp_dir=")).parent
 
     def left_shared_memory(self) -> set[Path]:
-        """Return unmapped segments created since the start. Segments of other runs are mapped, and those of unit tests
-        are excluded by name.
+        """Return unmapped segments and folders created since the start. Segments of other runs are mapped, their
+        folders belong to scratch folders, and those of unit tests are excluded by name.
         """
         new = set(SHARED_MEMORY.iterdir()) - self._shared_memory
+        new = {path for path in new if not (PLACE / path.name).exists()}
         new = {path for path in new if not path.name.removeprefix("sem.").startswith("megarl-test-")}
         return new - {path for process in psutil.process_iter() for path in mapped_shared_memory(process)}
 

@@ -153,3 +153,34 @@ def test_engines_sample_ahead_during_a_replacement(recipe: Path, tmp_path: Path)
         assert {run["version"] for row in rows for run in row["version"]} <= {*range(max(0, step - 3), step)}
         assert len(rows) == 16
     assert len(set(names)) == len(names) == 16 * STEPS
+
+
+@pytest.mark.exhaustive
+def test_fine_tuning_survives_a_killed_rank(recipe: Path, tmp_path: Path) -> None:
+    turns = [
+        [{"role": "user", "content": f"{i} + {i} ="}, {"role": "assistant", "content": str(2 * i)}] for i in range(8)
+    ]
+    data = tmp_path / "conversations.jsonl"
+    data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    keys = (
+        "algorithm.objective={name: sft, aggregation: token_mean}",
+        f"data={{format: messages, source: {data}}}",
+        "batch.samples_per_prompt=1",
+        "rewards.functions=[]",
+        "actor.optimizer.lr=0.01",
+        "checkpoint.every_steps=3",
+        "run.export=true",
+        f"run.steps={STEPS}",
+    )
+    folders = []
+    for name in ("uninterrupted", "killed"):
+        (tmp_path / name).mkdir()
+        with Run(recipe, tmp_path / name, *keys, vllm=True) as run:
+            if name == "killed":
+                run.wait_for_step(2)
+                kill_a_rank(run, 2, random.Random(17))
+            folders.append(finish(run))
+    expected, found = folders
+    assert metrics(found, VARYING) == metrics(expected, VARYING)
+    [weights] = expected.glob("model/*.safetensors")
+    assert (found / "model" / weights.name).read_bytes() == weights.read_bytes()
