@@ -34,7 +34,7 @@ class Clock:
         monkeypatch.delenv("MEGARL_SCRATCH", raising=False)
         monkeypatch.delenv(ALLOCATED, raising=False)
 
-    def wait(self, seconds: float) -> float:
+    def advance(self, seconds: float) -> float:
         self.now += seconds
         return self.now
 
@@ -53,7 +53,7 @@ def begin(run: Path, attempt: int, after_step: int = 0) -> tuple[TimeRecorder, T
 def step(clock: Clock, times: TimeRecorder, trace: Trace, number: int) -> dict[str, float]:
     """Do a step of 10 s: 4 s of rollouts, of which the engines sample for 3 s, and 6 s of training."""
     at = clock.now
-    clock.wait(10)
+    clock.advance(10)
     trace.record("rollout", at, at + 4)
     trace.record("train", at + 4, at + 10)
     return times.end_step(number, {"idle/engines": 0.7, "time/step": 10.0})
@@ -62,9 +62,9 @@ def step(clock: Clock, times: TimeRecorder, trace: Trace, number: int) -> dict[s
 def test_metrics_equal_the_ledger_after_each_step(tmp_path: Path, clock: Clock) -> None:
     for attempt, after in ((1, 0), (2, 1), (3, 3)):
         times, trace = begin(tmp_path, attempt, after)
-        clock.wait(5)
+        clock.advance(5)
         times.end_start("ray")
-        clock.wait(2)
+        clock.advance(2)
         times.begin_steps()
         for number in range(after + 1, after + 4):
             metrics = step(clock, times, trace, number)
@@ -76,12 +76,12 @@ def test_metrics_equal_the_ledger_after_each_step(tmp_path: Path, clock: Clock) 
             assert metrics.get("goodput/repeated", 0) == pytest.approx(ledger.seconds.get("repeated", 0) / total)
             restarted = sum(value for cause, value in ledger.seconds.items() if cause.startswith("restart/"))
             assert metrics.get("goodput/restart", 0) == pytest.approx(restarted / total)
-        clock.wait(3)
+        clock.advance(3)
         if attempt == 1:  # the attempt is killed in its fourth step
             trace.record("rollout", clock.now - 3, clock.now)
         else:
             times.end(after + 4, FAILED if attempt == 2 else ENDED)
-        clock.wait(100)
+        clock.advance(100)
     seconds = {cause: round(value, 3) for cause, value in read_ledger(tmp_path).seconds.items()}
     kept, lost = 1 + 2 + 3, 2 + 1
     assert seconds == {
@@ -101,8 +101,8 @@ def test_recovery_in_place_repeats_steps(tmp_path: Path, clock: Clock) -> None:
     times.begin_steps()
     for number in (1, 2, 3):
         step(clock, times, trace, number)
-    trace.record("detect", clock.now, clock.wait(1))
-    trace.record("recover state", clock.now, clock.wait(4))
+    trace.record("detect", clock.now, clock.advance(1))
+    trace.record("recover state", clock.now, clock.advance(4))
     metrics = step(clock, times, trace, 2)
     assert metrics["goodput/repeated"] == pytest.approx(20 / 45)
     assert metrics["goodput/detection"] == pytest.approx(1 / 45)
@@ -115,8 +115,8 @@ def test_time_after_the_last_step(tmp_path: Path, clock: Clock) -> None:
     times, trace = begin(tmp_path, 1)
     times.begin_steps()
     step(clock, times, trace, 1)
-    trace.record("save", clock.now, clock.wait(2))
-    clock.wait(3)
+    trace.record("save", clock.now, clock.advance(2))
+    clock.advance(3)
     times.end(1, ENDED)
     ledger = read_ledger(tmp_path).seconds
     assert (ledger["checkpoint"], ledger["finish"]) == (4, 6)
@@ -124,7 +124,7 @@ def test_time_after_the_last_step(tmp_path: Path, clock: Clock) -> None:
 
 def test_failed_start_is_part_of_the_start(tmp_path: Path, clock: Clock) -> None:
     times, _ = begin(tmp_path, 1)
-    clock.wait(7)
+    clock.advance(7)
     times.end(0, FAILED)
     assert read_ledger(tmp_path).seconds == {"startup/workers": 14}
 
@@ -149,9 +149,9 @@ def test_allocation_of_a_job_has_spare_nodes(tmp_path: Path, clock: Clock, monke
 def test_a_clock_that_is_set_back_loses_no_later_time(tmp_path: Path, clock: Clock) -> None:
     times, trace = begin(tmp_path, 1)
     times.begin_steps()
-    clock.wait(-50)
+    clock.advance(-50)
     assert times.end_step(1, {}) == {}
-    clock.wait(60)
+    clock.advance(60)
     trace.record("train", 100, 110)
     assert times.end_step(2, {})["goodput/train"] == pytest.approx(1)
 
@@ -163,7 +163,7 @@ def test_deleted_logs_do_not_end_the_run(tmp_path: Path, clock: Clock, capsys: p
     for file in (logs := RunFolder(tmp_path).logs).iterdir():
         file.unlink()
     logs.rmdir()
-    clock.wait(10)
+    clock.advance(10)
     assert times.end_step(2, {})["goodput/unexplained"] == pytest.approx(1 / 2)
     times.end(2, ENDED)
     assert "without the records of time" in capsys.readouterr().err

@@ -19,8 +19,8 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(scratch, "PLACE", tmp_path)
 
 
-def begin_and_be_killed(place: Path) -> None:
-    """Create a scratch folder and shared memory in a process, and kill the process."""
+def begin_and_be_killed(place: Path) -> Path:
+    """Create a scratch folder and shared memory in a process, and kill the process. Return the memory's path."""
     child = os.fork()
     if not child:
         folder = make_scratch()
@@ -37,16 +37,18 @@ def begin_and_be_killed(place: Path) -> None:
     assert list(place.glob("megarl-*")), "it is in use"
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    return Path(f"/dev/shm/megarl-test-{child}")
 
 
 def test_sweep_removes_only_leftovers_of_dead_runs(tmp_path: Path) -> None:
-    begin_and_be_killed(tmp_path)
+    segment = begin_and_be_killed(tmp_path)
+    assert segment.exists()
     own = make_scratch()
     of_somebody_else = tmp_path / "megarl-notes"
     of_somebody_else.mkdir()
     sweep()
     assert sorted(tmp_path.iterdir()) == sorted([own, of_somebody_else])
-    assert not list(Path("/dev/shm").glob("megarl-test-*"))
+    assert not segment.exists()
 
 
 def test_lock_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
