@@ -91,6 +91,7 @@ def test_killed_ranks_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_twenty_kills_do_not_change_a_run(recipe: Path, tmp_path: Path) -> None:
     keys = (*KEYS, "actor.layout={pp: 2, dp: 2}", "rollout.replicas=2", "run.steps=42")
     (tmp_path / "expected").mkdir()
