@@ -7,6 +7,9 @@ from pathlib import Path
 
 from megarl.core.metric_names import is_declared
 
+MEASURED = ("time/", "idle/", "memory/", "throughput/", "checkpoint/", "goodput/", "cluster/")
+"""Prefixes of the metrics that differ between any two runs."""
+
 
 def undeclared(file: Path) -> list[str]:
     """Return the names in metrics.jsonl that megarl/core/metric_names.py does not declare. A partial last line, which a

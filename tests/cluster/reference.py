@@ -9,11 +9,12 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests.e2e.run import FAKE_MEGARL, MEGARL, UNCHECKED
+from tests.metrics import MEASURED
 from tests.paths import ROOT
 from tests.timing import RUN_S
 
-MEASURED = ("time/", "idle/", "cluster/", "memory/", "throughput/", "checkpoint/", "refit/", "logprob_check/")
-"""Metrics that differ between any two runs, or that depend on the weights' transport."""
+VARYING = (*MEASURED, "refit/", "logprob_check/")
+"""Prefixes of metrics that differ between any two runs, or that depend on the weights' transport."""
 
 COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]
 
@@ -33,7 +34,7 @@ def on_one_machine(shared: Path, name: str, *overrides: str, vllm: bool = False)
 
 def learned(folder: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+    return [{name: value for name, value in line.items() if not name.startswith(VARYING)} for line in lines]
 
 
 def check_same(run: Path, alone: Path) -> None:

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 from megarl.run.checkpoints import Checkpoints
 from tests.e2e.run import MEGARL, Run
-from tests.e2e.test_resume import MEASURED, kill
+from tests.e2e.test_resume import kill
+from tests.metrics import MEASURED
 from tests.paths import ROOT
 from tests.timing import RUN_S, START_S
 from tests.tiny_image_model import load_pipeline, write_tiny_image_model

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from tests.e2e.run import Run, write_recipe
-from tests.e2e.test_resume import MEASURED, metrics
+from tests.e2e.test_resume import metrics
+from tests.metrics import MEASURED
 from tests.timing import LIMIT_S, START_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_part]

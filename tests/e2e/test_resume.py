@@ -21,6 +21,7 @@ from megarl.run.checkpoints import Checkpoints
 from tests.e2e.run import Run, write_recipe
 from tests.e2e.test_faults import INTERRUPTED, check_end
 from tests.e2e.test_signals import check_saved
+from tests.metrics import MEASURED
 from tests.timing import QUIET_S, START_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_part]
@@ -51,8 +52,6 @@ EVALUATION = (
     "evaluation.best.metric=evaluation/a/avg@1",
 )
 """Keys of the interrupted runs. The uninterrupted run does not evaluate, which must not affect training."""
-MEASURED = ("time/", "idle/", "memory/", "throughput/", "checkpoint/", "goodput/", "cluster/")
-"""Metrics that differ between any two runs."""
 
 
 class Recipe:
