@@ -91,6 +91,7 @@ def test_restored_ranks_continue_bit_for_bit(model: Path, tmp_path: Path, keys: 
 
 def test_router_biases_are_restored(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", "deepseek_v3", **DEEPSEEK)
+    (tmp_path / "copies").mkdir()
     rate = "actor.megatron_overrides.model.moe_router_bias_update_rate=0.01"
     config = config_of(folder, "actor.layout.dp=2", "actor.layout.ep=2", rate)
     check(config, folder, tmp_path / "copies")

@@ -19,7 +19,7 @@ from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import RankBatch, Scores, Updates, join_by_sample, join_named_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
-from megarl.cluster.supervision.scratch import memory_folder, own_scratch
+from megarl.cluster.supervision.scratch import make_memory_folder, own_scratch
 from megarl.config.model_schema import Lora, Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
@@ -59,10 +59,10 @@ class TrainerActor(RankActor):
         return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
 
     def copy_state(self, step: int) -> None:
-        self._worker.copy_state(step, memory_folder(own_scratch()))
+        self._worker.copy_state(step, make_memory_folder(own_scratch()))
 
     def restore_state(self, step: int) -> None:
-        self._worker.restore_state(step, memory_folder(own_scratch()))
+        self._worker.restore_state(step, make_memory_folder(own_scratch()))
 
     def old_log_probs(self, batch: LocalBatch) -> dict[str, Scores]:
         return self._keep_log_probs("old", batch)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.ownership import Untrusted, open_file, own_folder, private_folder
+from megarl.core.errors import InfrastructureFailure
 
 VARIABLE = "MEGARL_SCRATCH"
 """Environment variable that passes the node's scratch folder to the run's processes."""
@@ -39,9 +40,25 @@ def ray_folder(scratch: Path) -> Path:
 
 
 def memory_folder(scratch: Path) -> Path:
-    """Return the path of the run's private folder in this node's shared memory. It is created when it is needed, and
-    removed with the scratch folder."""
+    """Return the path of the run's private folder in this node's shared memory, which is removed with the scratch
+    folder."""
     return segments.SHARED_MEMORY / scratch.name
+
+
+def make_memory_folder(scratch: Path) -> Path:
+    """Create the run's folder in shared memory if it does not exist, and return its path. Raise InfrastructureFailure
+    if another user may have created it: all users may create folders there, and see the scratch folder's name."""
+    folder = memory_folder(scratch)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    try:
+        with private_folder(folder):
+            return folder
+    except (Untrusted, OSError) as error:
+        raise InfrastructureFailure(
+            f"{folder}: not a private folder of this run ({error}). Fix: resume with resume=auto, or set "
+            "cluster.replace_ranks=false"
+        ) from error
 
 
 _locks: list[int] = []

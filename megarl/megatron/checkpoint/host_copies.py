@@ -107,7 +107,6 @@ class HostCopies:
     def _mapped(self, slot: int, num_bytes: int) -> torch.Tensor:
         if slot not in self._memory:
             path = self._path(slot, "tensors")
-            self._folder.mkdir(mode=0o700, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(file, 0, max(num_bytes, ALIGNMENT))  # writing to full memory kills the process

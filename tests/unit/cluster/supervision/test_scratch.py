@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.cluster.supervision import scratch, segments
-from megarl.cluster.supervision.scratch import make_scratch, memory_folder, remove_scratch, sweep
+from megarl.cluster.supervision.scratch import make_memory_folder, make_scratch, memory_folder, remove_scratch, sweep
+from megarl.core.errors import InfrastructureFailure
 from tests.timing import HANG_S, wait_until
 
 
@@ -103,3 +104,27 @@ def test_folder_with_another_name_has_no_memory_folder(memory: Path, tmp_path: P
     memory_folder(folder).mkdir()
     remove_scratch(folder)
     assert memory_folder(folder).exists()
+
+
+def test_memory_folder_is_private(memory: Path) -> None:
+    folder = make_scratch()
+    made = make_memory_folder(folder)
+    assert made == memory_folder(folder) == make_memory_folder(folder)
+    assert made.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("kind", ["writable", "link", "another user's"])
+def test_memory_folder_of_another_user_is_refused(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    folder = make_scratch()
+    if kind == "link":
+        memory_folder(folder).symlink_to(tmp_path)
+    else:
+        memory_folder(folder).mkdir(mode=0o700)
+    if kind == "writable":
+        memory_folder(folder).chmod(0o777)
+    if kind == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InfrastructureFailure, match="not a private folder of this run"):
+        make_memory_folder(folder)
