@@ -153,7 +153,7 @@ class SpanReader:
 
 
 def parse_spans(lines: Iterable[bytes]) -> Iterator[Span]:
-    """Yield the spans in lines of a trace. Other lines are skipped."""
+    """Yield the spans in the lines of a trace, and skip all other lines."""
     for line in lines:
         try:
             row = json.loads(line.decode("utf-8", "replace"))
