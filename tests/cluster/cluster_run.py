@@ -23,10 +23,11 @@ from tests.timing import ASK_S, RUN_S, WAIT_S
 class ClusterRun:
     """`megarl train` on the first of some machines, and `megarl join` on the others."""
 
-    def __init__(self, machines: list[Machine], shared: Path, name: str, *overrides: str, vllm: bool):
+    def __init__(self, machines: list[Machine], shared: Path, name: str, *overrides: str, vllm: bool, megatron: bool):
         self.machines, self.folder = machines, shared / "runs" / name
         self._outputs = [shared / f"{name}.{machine.name}" for machine in machines]
-        commands = [train_command(shared, name, f"cluster.nodes={len(machines)}", *overrides, vllm=vllm)]
+        nodes = f"cluster.nodes={len(machines)}"
+        commands = [train_command(shared, name, nodes, *overrides, vllm=vllm, megatron=megatron)]
         commands += [[*MEGARL, "join", str(self.folder), "--wait=300"]] * (len(machines) - 1)
         started = zip(machines, commands, self._outputs, strict=True)
         self.processes = [machine.start(command, out, ROOT) for machine, command, out in started]
@@ -69,9 +70,9 @@ class ClusterRun:
 
 @contextmanager
 def cluster_run(
-    machines: list[Machine], shared: Path, name: str, *overrides: str, vllm: bool = False
+    machines: list[Machine], shared: Path, name: str, *overrides: str, vllm: bool = False, megatron: bool = False
 ) -> Iterator[ClusterRun]:
-    run = ClusterRun(machines, shared, name, *overrides, vllm=vllm)
+    run = ClusterRun(machines, shared, name, *overrides, vllm=vllm, megatron=megatron)
     try:
         yield run
     finally:

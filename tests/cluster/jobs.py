@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.cluster.reference import COMMON
 from tests.cluster.slurm import Slurm
-from tests.e2e.run import FAKE_MEGARL, MEGARL, UNCHECKED
+from tests.e2e.run import MEGARL, megarl
 from tests.paths import ROOT
 from tests.timing import ASK_S, RUN_S, wait_until
 
@@ -40,9 +40,10 @@ def write_rewards(shared: Path) -> None:
 def launch(
     cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Launch a run as a job. Without `vllm`, the engines are fakes (tests.fakes.engine)."""
-    engines = [] if vllm else [*UNCHECKED, f"--command={shlex.join(FAKE_MEGARL)}"]
-    keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON, *engines]
+    """Launch a run as a job. Without `vllm`, engines and trainers are fakes."""
+    program, needed = megarl(vllm, megatron=False)
+    command = [] if vllm else [f"--command={shlex.join(program)}"]
+    keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON, *needed, *command]
     command = [*MEGARL, "launch", str(shared / "tiny.yaml"), *keys, *arguments]
     return cluster.run("env", f"TMPDIR={ELSEWHERE}", *command, "--gpus-per-node=0", "--grace=60", cwd=ROOT)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.e2e.run import FAKE_MEGARL, MEGARL, UNCHECKED
+from tests.e2e.run import megarl
 from tests.metrics import MEASURED
 from tests.paths import ROOT
 from tests.timing import RUN_S
@@ -19,14 +19,15 @@ VARYING = (*MEASURED, "refit/", "logprob_check/")
 COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]
 
 
-def train_command(shared: Path, name: str, *overrides: str, vllm: bool) -> list[str]:
-    """Return the command of a run. Without `vllm`, the engines are fakes (tests.fakes.engine)."""
-    program, keys = (MEGARL, overrides) if vllm else (FAKE_MEGARL, (*UNCHECKED, *overrides))
-    return [*program, "train", str(shared / "tiny.yaml"), f"run.folder={shared}/runs", f"run.name={name}", *keys]
+def train_command(shared: Path, name: str, *overrides: str, vllm: bool, megatron: bool) -> list[str]:
+    """Return the command of a run. For `vllm` and `megatron`, see tests.e2e.run.megarl."""
+    program, keys = megarl(vllm, megatron)
+    folder = f"run.folder={shared}/runs"
+    return [*program, "train", str(shared / "tiny.yaml"), folder, f"run.name={name}", *keys, *overrides]
 
 
-def on_one_machine(shared: Path, name: str, *overrides: str, vllm: bool = False) -> Path:
-    command = train_command(shared, name, *overrides, vllm=vllm)
+def on_one_machine(shared: Path, name: str, *overrides: str, vllm: bool = False, megatron: bool = False) -> Path:
+    command = train_command(shared, name, *overrides, vllm=vllm, megatron=megatron)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr
     return shared / "runs" / name

@@ -56,8 +56,8 @@ def test_multi_node_run_equals_single_machine(machines: list[Machine], shared: P
     count, overrides = RECIPES[name]
     short, overrides = name.split()[1], [*COMMON, *overrides, f"run.steps={STEPS}"]
     vllm = "rollout.tp=2" in overrides  # an engine over two nodes
-    alone = on_one_machine(shared, f"{short}-alone", *overrides, vllm=vllm)
-    with cluster_run(machines[:count], shared, f"{short}-nodes", *overrides, vllm=vllm) as run:
+    alone = on_one_machine(shared, f"{short}-alone", *overrides, vllm=vllm, megatron=True)
+    with cluster_run(machines[:count], shared, f"{short}-nodes", *overrides, vllm=vllm, megatron=True) as run:
         for number in range(count):
             run.check_end(number, WAIT_S if number else RUN_S, 0)
         run.check_nothing_is_left()

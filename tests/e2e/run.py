@@ -17,6 +17,7 @@ import psutil
 from megarl.cluster.supervision.scratch import PLACE
 from megarl.cluster.trace import FILE, Span
 from megarl.run.audit.audit import audit
+from tests.fakes.megarl import TRAINERS
 from tests.metrics import undeclared
 from tests.paths import ROOT
 from tests.timing import POLL_S, START_S, WAIT_S
@@ -84,6 +85,15 @@ def write_recipe(folder: Path) -> Path:
     return recipe
 
 
+def megarl(vllm: bool, megatron: bool) -> tuple[list[str], list[str]]:
+    """Return the `megarl` command, with fake engines (tests.fakes.engine) unless `vllm` is set and fake trainers
+    (tests.fakes.trainer) unless `megatron` is set, and the overrides that it needs. vLLM requires Megatron.
+    """
+    if vllm:
+        return MEGARL, []
+    return [*FAKE_MEGARL, *([] if megatron else [TRAINERS])], UNCHECKED
+
+
 def restore_sigint() -> None:
     """Reset SIGINT's handler: background processes of a shell without job control, as these tests may be, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -92,14 +102,14 @@ def restore_sigint() -> None:
 class Run:
     """A run in its own session and process group, started on construction. All of its processes stay in the session."""
 
-    def __init__(self, recipe: Path, folder: Path, *overrides: str, vllm: bool = False):
+    def __init__(self, recipe: Path, folder: Path, *overrides: str, vllm: bool = False, megatron: bool = True):
         """Start the run.
 
         Args:
             folder: the parent of the run's folder; also receives stdout and stderr.
-            vllm: use vLLM's engines instead of fake ones (tests.fakes.engine).
+            vllm, megatron: see `megarl`.
         """
-        command, keys = (MEGARL, overrides) if vllm else (FAKE_MEGARL, (*UNCHECKED, *overrides))
+        command, keys = megarl(vllm, megatron)
         self.folder = folder / "tiny"
         self._shared_memory = set(SHARED_MEMORY.iterdir())
         self._temporary = folder / "temporary"
@@ -107,7 +117,7 @@ class Run:
         self._output, self._errors = folder / "stdout", folder / "stderr"
         with self._output.open("w") as stdout, self._errors.open("w") as stderr:
             self._process = subprocess.Popen(
-                [*command, "train", str(recipe), f"run.folder={folder}", *keys],
+                [*command, "train", str(recipe), f"run.folder={folder}", *keys, *overrides],
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(self._temporary)},
                 stdin=subprocess.DEVNULL,

@@ -39,7 +39,8 @@ def test_missing_reward_function_fails_before_start(recipe: Path, tmp_path: Path
 @pytest.mark.exhaustive
 def test_reward_function_that_raises_is_named(recipe: Path, tmp_path: Path) -> None:
     function = f"{recipe.parent}/reward.py:broken"
-    with Run(recipe, tmp_path, "actor.layout.pp=1", f"rewards.functions=[{{function: '{function}'}}]") as run:
+    keys = ["actor.layout.pp=1", f"rewards.functions=[{{function: '{function}'}}]"]
+    with Run(recipe, tmp_path, *keys, megatron=False) as run:
         assert run.end(START_S) == 2
         assert run.errors == [
             "megarl: error: rewards.functions: broken raised KeyError: 'no such key' on sample 1.0.0 "

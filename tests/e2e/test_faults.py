@@ -1,8 +1,8 @@
 """A run that ends for any reason names the cause within seconds and leaves nothing behind.
 
 tests/unit/cluster distinguishes the causes with fakes: in the session, the supervisor, and the watchdog over Ray's
-processes. Three runs here use vLLM's engines to check their processes, sockets and shared memory. The others use fake
-engines.
+processes. Three runs here use Megatron and vLLM's engines to check their processes, sockets and shared memory. The
+others use fakes of both.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def check_ray_requires_token(run: Run) -> None:
 
 @pytest.mark.exhaustive
 def test_sigterm_while_starting(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path) as run:
+    with Run(recipe, tmp_path, megatron=False) as run:
         run.find("ray::TrainerActor")
         # Slurm sends SIGTERM to every process of a job.
         check_end(run, lambda: os.killpg(run.pid, signal.SIGTERM), 130, INTERRUPTED)
@@ -120,7 +120,7 @@ def test_sigterm_while_starting(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_lost_trainer_is_named(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, "cluster.replace_ranks=false") as run:
+    with Run(recipe, tmp_path, "cluster.replace_ranks=false", megatron=False) as run:
         run.wait_for_step(2)
         check_end(
             run,
@@ -160,7 +160,7 @@ def check_samples(run: Run, steps: int) -> None:
 @pytest.mark.exhaustive
 def test_run_continues_after_losing_an_engine(recipe: Path, tmp_path: Path, hold: Path) -> None:
     """The engine dies after sampling, so its samples are complete. The next refit notices the loss."""
-    with Run(recipe, tmp_path, "rollout.replicas=2") as run:
+    with Run(recipe, tmp_path, "rollout.replicas=2", megatron=False) as run:
         run.wait_until_held(recipe.parent)
         lost, left = run.named("engine-0"), run.named("engine-1")
         lost.kill()
@@ -177,7 +177,7 @@ def test_run_continues_after_losing_an_engine(recipe: Path, tmp_path: Path, hold
 def test_engine_lost_during_refit_is_restarted(recipe: Path, tmp_path: Path, hold: Path) -> None:
     """The other engine receives all weights. The lost one restarts, receives all weights, and samples again."""
     overrides = ("cluster.placement=disaggregated", "model.dtype=bfloat16")
-    with Run(recipe, tmp_path, "rollout.replicas=2", *overrides, "rollout.verify_refit=always") as run:
+    with Run(recipe, tmp_path, "rollout.replicas=2", *overrides, "rollout.verify_refit=always", megatron=False) as run:
         run.wait_until_held(recipe.parent)
         stopped = run.named("engine-1")
         stopped.suspend()
@@ -196,7 +196,7 @@ def test_engine_lost_during_refit_is_restarted(recipe: Path, tmp_path: Path, hol
 
 @pytest.mark.exhaustive
 def test_run_continues_after_losing_a_sampling_engine(recipe: Path, tmp_path: Path, hold: Path) -> None:
-    with Run(recipe, tmp_path, "rollout.replicas=2") as run:
+    with Run(recipe, tmp_path, "rollout.replicas=2", megatron=False) as run:
         run.wait_until_held(recipe.parent)
         hold.unlink()
         run.wait_for_step(1)
@@ -226,7 +226,7 @@ def test_losing_a_rank_loses_its_engine(recipe: Path, tmp_path: Path, hold: Path
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
 def test_timeout_shows_stacks_of_the_awaited_process(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, ONE_RANK, f"cluster.timeouts.rewards={LIMIT_S}") as run:
+    with Run(recipe, tmp_path, ONE_RANK, f"cluster.timeouts.rewards={LIMIT_S}", megatron=False) as run:
         assert run.end(seconds=START_S + WAIT_S) == 1
     log = run.folder / "logs/attempt_1/rewards-0.log"
     [line] = run.errors
@@ -239,7 +239,7 @@ def test_timeout_shows_stacks_of_the_awaited_process(recipe: Path, tmp_path: Pat
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
 def test_hanging_reward_is_named(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, ONE_RANK, f"rewards.timeout_s={LIMIT_S}") as run:
+    with Run(recipe, tmp_path, ONE_RANK, f"rewards.timeout_s={LIMIT_S}", megatron=False) as run:
         assert run.end(seconds=START_S + WAIT_S) == 2
     [line] = run.errors
     cause = rf"rewards.functions: \w+ did not return within rewards.timeout_s={LIMIT_S} on sample 1\.\S+"
@@ -250,19 +250,19 @@ def test_hanging_reward_is_named(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_lost_raylet_is_named(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, ONE_RANK) as run:
+    with Run(recipe, tmp_path, ONE_RANK, megatron=False) as run:
         run.find("ray::TrainerActor")
         check_end(run, run.find("raylet").kill, 1, r"\S.*: Ray's raylet died; stopping the run")
 
 
 def test_lost_driver_is_named(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, ONE_RANK) as run:
+    with Run(recipe, tmp_path, ONE_RANK, megatron=False) as run:
         run.find("ray::TrainerActor")
         check_end(run, run.driver.kill, 1, r"the driver process \d+ was killed by SIGKILL; stopping the run")
 
 
 @pytest.mark.exhaustive
 def test_run_ends_with_its_parent(recipe: Path, tmp_path: Path) -> None:
-    with Run(recipe, tmp_path, ONE_RANK) as run:
+    with Run(recipe, tmp_path, ONE_RANK, megatron=False) as run:
         run.wait_for_step(2)
         check_end(run, lambda: os.kill(run.pid, signal.SIGKILL), -signal.SIGKILL, INTERRUPTED)

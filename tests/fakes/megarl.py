@@ -1,6 +1,7 @@
-"""The `megarl` command with FakeEngine in place of vLLM: `python -m tests.fakes.megarl train ...`.
+"""The `megarl` command with FakeEngine in place of vLLM: `python -m tests.fakes.megarl train ...`. With `--trainers`
+before the command, FakeTrainer also takes the place of Megatron.
 
-Jobs launched with `--command` set to it use FakeEngine as well.
+Jobs launched with `--command` set to it use the fakes as well.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import sys
 from megarl.cli import main
 from megarl.launch import task
 
+TRAINERS = "--trainers"
+
 
 def use_fake_engines() -> None:
     from megarl.cluster.groups.engines import EngineGroup
@@ -18,8 +21,19 @@ def use_fake_engines() -> None:
     EngineGroup.actor_class = EngineActor
 
 
+def use_fake_trainers() -> None:
+    from megarl.cluster.groups.trainers import TrainerGroup
+    from tests.fakes.trainer import TrainerActor
+
+    TrainerGroup.actor_class = TrainerActor
+
+
 if __name__ == "__main__":
-    task.MEGARL = (sys.executable, "-m", "tests.fakes.megarl")
+    options = [TRAINERS] if sys.argv[1] == TRAINERS else []
+    del sys.argv[1 : 1 + len(options)]
+    task.MEGARL = (sys.executable, "-m", "tests.fakes.megarl", *options)
     if sys.argv[1] == "train":
         use_fake_engines()
+        if options:
+            use_fake_trainers()
     main()

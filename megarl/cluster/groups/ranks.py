@@ -72,12 +72,15 @@ class RankActor(ProcessActor):
         with imports():
             from megarl.cluster.store import join_store
 
-            role_worker = worker_class(self._config, self._role)
+            role_worker = self._worker_class()
         rank, world_size = self._process.index, self._config.placed(self._role).layout.world_size
         timeout_s = self._config.cluster.timeouts.start
         store = self._store if rank == 0 else join_store(host, port, world_size, timeout_s)
         self._worker = worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
         return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels, ProcessId.own())
+
+    def _worker_class(self) -> Callable[[Config, Path, int, Store, int], ModelWorker]:
+        return worker_class(self._config, self._role)
 
 
 def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, int, Store, int], ModelWorker]:

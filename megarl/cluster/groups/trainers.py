@@ -50,8 +50,7 @@ PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 """The parts of a model's state that a key `offload` may name."""
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
-class TrainerActor(RankActor):
+class TrainerProcess(RankActor):
     """One rank that trains a model. Its worker is a TrainerWorker."""
 
     def copy_room(self) -> tuple[int, int]:
@@ -109,6 +108,11 @@ class TrainerActor(RankActor):
     def _part(self, plan: CompactPlan) -> Plan:
         """Return the part of the plan that concerns this rank."""
         return plan.part([self._worker.holder.name])
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class TrainerActor(TrainerProcess):
+    """The actor of a TrainerProcess."""
 
 
 def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tuple[Scores, dict[str, TokenTotals]]:
