@@ -398,10 +398,10 @@ def watch(
 
     from megarl.report.live import serve
 
-    with serve(folder, port) as (address, serve_requests), suppress(KeyboardInterrupt):
+    with serve(folder, port) as (address, server), suppress(KeyboardInterrupt):
         typer.echo(address)
         sys.stdout.flush()
-        serve_requests()
+        server.serve_forever()
 
 
 @app.command()

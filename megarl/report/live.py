@@ -12,7 +12,7 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -113,12 +113,12 @@ def _hash(text: str) -> str:
 
 
 @contextmanager
-def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the report's URL and a function that serves requests until it is interrupted. Raise a UserError if `folder`
-    is not a run folder. port: port number, or 0 for any free port."""
+def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, ThreadingHTTPServer]]:
+    """Yield the report's URL and its server, whose serve_forever() must have returned when the context ends. Raise a
+    UserError if `folder` is not a run folder. port: port number, or 0 for any free port."""
     report, token = LiveReport(folder), secrets.token_urlsafe(16)
     with ThreadingHTTPServer((HOST, port), _handler(report, token)) as server:
-        yield f"http://{HOST}:{server.server_address[1]}/{token}/", server.serve_forever
+        yield f"http://{HOST}:{server.server_address[1]}/{token}/", server
         # The `with` statement closes the socket.
 
 

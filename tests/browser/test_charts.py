@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import pytest
 
 from megarl import report
 from megarl.report import comparison
-from megarl.report.live import serve
 from tests.browser.chromium import Tab, browse_with
+from tests.live_report import serving
 
 NUM_STEPS = 50
 OPEN_CPU_S = 2
@@ -225,21 +224,19 @@ def test_runs_of_different_lengths_share_a_chart(run: Path, tmp_path: Path) -> N
 def test_live_charts_receive_only_new_steps(tmp_path: Path) -> None:
     """The drawn chart is kept: uPlot receives the new values."""
     run = write_run(tmp_path / "watched")
-    with serve(run) as (address, answer):
-        threading.Thread(target=answer, daemon=True).start()
-        with browse_with(tmp_path, address, height=2400) as tab:
-            tab.until(f"{DRAWN}('Reward')")
-            assert tab.eval("document.getElementById('live').textContent") == "live"
-            tab.eval(f"window.before = {DRAWN}('Reward').plot")
-            add_steps(run, range(51, 52))
-            tab.until("runs[0].parts.length > 1")
-            tab.until("document.getElementById('live').textContent === 'finished'")
-            assert tab.eval(f"window.before === {DRAWN}('Reward').plot")
-            assert values_of(tab, "Reward")[-1] == pytest.approx(math.sin(51), rel=1e-6)
-            assert tab.eval("unpack(runs[0].parts[1].metrics['reward/mean'], Float32Array).length") == 1
-            assert tab.eval("runs[0].axes.get('hours').at(-1)") == pytest.approx(0.51)
-            tab.take_picture("live")
-            assert tab.problems == []
+    with serving(run) as address, browse_with(tmp_path, address, height=2400) as tab:
+        tab.until(f"{DRAWN}('Reward')")
+        assert tab.eval("document.getElementById('live').textContent") == "live"
+        tab.eval(f"window.before = {DRAWN}('Reward').plot")
+        add_steps(run, range(51, 52))
+        tab.until("runs[0].parts.length > 1")
+        tab.until("document.getElementById('live').textContent === 'finished'")
+        assert tab.eval(f"window.before === {DRAWN}('Reward').plot")
+        assert values_of(tab, "Reward")[-1] == pytest.approx(math.sin(51), rel=1e-6)
+        assert tab.eval("unpack(runs[0].parts[1].metrics['reward/mean'], Float32Array).length") == 1
+        assert tab.eval("runs[0].axes.get('hours').at(-1)") == pytest.approx(0.51)
+        tab.take_picture("live")
+        assert tab.problems == []
 
 
 def test_long_run_opens_with_few_charts(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,9 @@ import pytest
 
 from megarl import report
 from megarl.report import comparison, images
-from megarl.report.live import serve
 from tests.browser.chromium import Tab, browse_with
 from tests.image_run import NUM_DIGITS, SAMPLES_PER_PROMPT, write_run, write_step
+from tests.live_report import serving
 
 NUM_STEPS = 4
 CAPTION = 'a <img src=x onerror=alert(1)> "digit" </script><b>bold</b>'
@@ -209,13 +208,11 @@ def test_captions_are_escaped_and_omitted_images_named(tmp_path: Path, monkeypat
 def test_live_page_adds_images_of_new_steps(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "watched", 1)
     shutil.rmtree(folder / "evaluations")
-    with serve(folder) as (address, answer):
-        threading.Thread(target=answer, daemon=True).start()
-        with browse_with(tmp_path, address) as tab:
-            assert tab.eval(EVALUATION) == []
-            write_step(folder, 2)
-            tab.until("steps.length === 2 && document.querySelectorAll('#evaluation-samples .picture').length === 4")
-            assert all(picture["width"] == 32 for section in tab.eval(SECTIONS) for picture in section["pictures"])
-            assert tab.eval("document.querySelector('#evaluation-samples details').open")
-            assert tab.eval("stepSelect.value") == "step 2"
-            assert tab.problems == []
+    with serving(folder) as address, browse_with(tmp_path, address) as tab:
+        assert tab.eval(EVALUATION) == []
+        write_step(folder, 2)
+        tab.until("steps.length === 2 && document.querySelectorAll('#evaluation-samples .picture').length === 4")
+        assert all(picture["width"] == 32 for section in tab.eval(SECTIONS) for picture in section["pictures"])
+        assert tab.eval("document.querySelector('#evaluation-samples details').open")
+        assert tab.eval("stepSelect.value") == "step 2"
+        assert tab.problems == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import threading
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,8 +12,9 @@ import pytest
 
 from megarl import report
 from megarl.report import comparison
-from megarl.report.live import LiveReport, serve
+from megarl.report.live import LiveReport
 from tests.browser.chromium import SCREENSHOTS, command
+from tests.live_report import serving
 from tests.timing import WAIT_S
 
 TEXTS = ["I", " ask", ".", "<tool_call>", "calc(7*6)", "</tool_call>", "\n42\n", "It", " is", " 42", "<b>!</b>"]
@@ -216,8 +216,7 @@ def test_live_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return text
 
     monkeypatch.setattr(LiveReport, "page", page_then_step)
-    with serve(run) as (address, answer):
-        threading.Thread(target=answer, daemon=True).start()
+    with serving(run) as address:
         elements, errors = browse(address, tmp_path, wait_ms=10_000)
     assert errors == ""
     options = ["".join(text) for tag, _, text in elements.all if tag == "option"]

@@ -6,7 +6,6 @@ import base64
 import html
 import json
 import re
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ import pytest
 
 from megarl.report import history, live, viewer
 from megarl.report.live import serve
+from tests.live_report import serving
 from tests.timing import WAIT_S
 
 
@@ -32,8 +32,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(run: Path) -> Iterator[str]:
-    with serve(run) as (url, serve_requests):
-        threading.Thread(target=serve_requests, daemon=True).start()
+    with serving(run) as url:
         yield url
 
 

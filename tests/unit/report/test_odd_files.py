@@ -10,16 +10,16 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from megarl.core import files, jsonl
 from megarl.core.errors import UserError
 from megarl.report import comparison, history, live, write
-from megarl.report.live import LiveReport, serve
+from megarl.report.live import LiveReport
 from megarl.report.viewer import read_rollouts
 from megarl.run.folder import RunFolder
+from tests.live_report import serving
 from tests.timing import WAIT_S
 
 CONFIG = RunFolder(Path()).config.name
@@ -122,8 +122,7 @@ def test_report_replaces_pipes_and_links_without_following_them(folder, tmp_path
 
 
 def test_live_report_answers_when_a_file_becomes_a_pipe(folder):
-    with serve(folder) as (url, run):
-        Thread(target=run, daemon=True).start()
+    with serving(folder) as url:
         (folder / "metrics.jsonl").unlink()
         os.mkfifo(folder / "metrics.jsonl")
         with pytest.raises(urllib.error.HTTPError) as answer:
@@ -189,10 +188,10 @@ def test_comparison_does_not_follow_links(folder, tmp_path_factory, name):
 def test_live_report_closes_idle_connections(folder, monkeypatch):
     """Another user of the machine could otherwise keep any number of connections open."""
     monkeypatch.setattr(live, "TIMEOUT_S", 0.2)
-    with serve(folder) as (url, run):
-        Thread(target=run, daemon=True).start()
-        with socket.create_connection(("127.0.0.1", urllib.parse.urlsplit(url).port), timeout=WAIT_S) as idle:
-            assert idle.recv(1) == b""
+    with serving(folder) as url, socket.socket() as idle:
+        idle.settimeout(WAIT_S)
+        idle.connect(("127.0.0.1", urllib.parse.urlsplit(url).port))
+        assert idle.recv(1) == b""
 
 
 def test_endlessly_growing_files_are_read_up_to_their_size(folder, monkeypatch):
