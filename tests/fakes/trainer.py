@@ -1,7 +1,8 @@
 """A trainer rank without Megatron that starts in a second.
 
 It holds the rank's shard, sends it to engines over the real transports, and saves and copies it. An update needs all
-ranks, as a collective does, and scales the weights by a factor that depends on the samples' tokens and rewards.
+ranks, as a collective does, and multiplies the weights by a negative factor that depends on the samples' tokens and
+rewards.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ from megarl.resharding.transports.transport import Transport
 from megarl.resharding.verification import Checksum, Region, source_checksums
 
 FACTORS, UNIT = 1009, 1e-5
-"""Number of different factors by which an update may scale the weights, and their distance."""
+"""Number of different factors and their distance. They are close to -1, so that every update changes even bfloat16
+weights, but thousands of updates leave their magnitude as it is."""
 
 METRICS = ("policy/loss", "policy/grad_norm", "policy/lr")
-"""Metrics of an update. The value of each is the factor."""
+"""Metrics of an update. The value of each is the magnitude of the factor."""
 
 
 class FakeTrainer:
@@ -73,9 +75,9 @@ class FakeTrainer:
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         total = torch.tensor(sum(map(self._digest, batch.samples)) if self._reports else 0)
         dist.all_reduce(total)
-        factor = 1 + UNIT * (int(total) % FACTORS)
+        factor = 1 + UNIT * (int(total) % FACTORS - FACTORS // 2)
         for weight in self._weights.values():
-            weight.mul_(factor)
+            weight.mul_(-factor)
         return {name: Metric(factor) for name in METRICS} if self._reports else {}
 
     @staticmethod
