@@ -16,7 +16,7 @@ from tests.timing import RUN_S
 pytestmark = pytest.mark.slow
 
 
-QUICK = ("n-grams", "GLM-4.6's MTP", "GLM-4.6's MTP, adapters", "Llama's EAGLE-3")
+QUICK = ("n-grams", "GLM-4.6's MTP, adapters")
 
 
 @pytest.mark.parametrize("case", exhaustive_but(CASES, *QUICK))
