@@ -100,7 +100,7 @@ class Rollout(Section):
 
     @property
     def drafts_with_mtp(self) -> bool:
-        """Whether engines draft tokens with the policy's layer for multi-token prediction."""
+        """Whether engines draft tokens with the policy's MTP layer."""
         return self.speculative.method == "mtp"
 
     @property

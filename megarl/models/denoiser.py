@@ -266,7 +266,7 @@ _STABLE_DIFFUSION_3_DEFAULTS: Mapping[str, Any] = {
 
 
 def pixels_per_latent(folder: Path) -> int:
-    """Return the height and width in pixels of one latent of the VAE beside a transformer's folder."""
+    """Return the height and width in pixels of one latent of the VAE next to a transformer's folder."""
     path = folder.parent / "vae" / "config.json"
     channels = read_foreign_object(path, "model.path: ").get("block_out_channels")
     if not isinstance(channels, list) or not channels:

@@ -314,6 +314,6 @@ def without_untrained_part(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _omitted_mtp_keys(hf_config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of config.json that count layers for multi-token prediction, unless the model keeps them."""
+    """Return the keys of config.json that count MTP layers, unless the model keeps them."""
     keys = dict.fromkeys(COUNTS.values())
     return [] if num_mtp_layers(hf_config) else [key for key in keys if hf_config.get(key)]

@@ -41,7 +41,8 @@ RANK_BYTES = 26 * 1024
 
 
 def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
-    """Return the size of a checkpoint in bytes. `hf_configs` has the trained models' configs with their heads."""
+    """Return the size of a checkpoint in bytes. `hf_configs` contains the trained models' configs, including their
+    heads."""
     return sum(_model_bytes(config, config.placed(role), hf_config) for role, hf_config in hf_configs.items())
 
 

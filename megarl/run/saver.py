@@ -46,7 +46,7 @@ class Saver:
         sealed: Callable[[Checkpoint], object] = lambda _: None,
     ):
         """`num_bytes` is the size of one checkpoint, which also stores `data_hash` and the identities `models`.
-        `evaluated` has earlier values of evaluation.best.metric by step. `sealed`: see Checkpoints.commit."""
+        `evaluated` maps earlier steps to their values of evaluation.best.metric. `sealed`: see Checkpoints.commit."""
         self._sealed = sealed
         self._evaluated = dict(evaluated or {})
         self._config, self._num_bytes = config, num_bytes

@@ -298,7 +298,7 @@ def _fill(allocation: _Allocation, devices: float) -> Iterator[Interval]:
 
 
 def _scaled(row: Row, length: float, of_attempt: int, devices: float) -> Seconds:
-    """Return the seconds of a row for a part of it with this length, which add up to its time on all devices."""
+    """Return the device-seconds of a part of a row. They add up to `length` times `devices`."""
     total = sum(row.seconds.values())
     most = (row.end - row.begin) * of_attempt
     is_complete = total > 0 and most - total < ROUNDING * most + ROUNDING_S

@@ -62,9 +62,9 @@ class PendingPrompt:
     """A row in the data whose rollouts have started but have not been trained on.
 
     Attributes:
-        version: the weight version with which the rollouts first started. If they were dropped, it is the version with
-            which they may restart.
-        draw: number of rows that the run drew before this one. It tells apart draws of the same row.
+        version: weight version when the rollouts first started; if they were dropped, the version from which they may
+            restart.
+        draw: number of rows that the run drew before this one. It distinguishes draws of the same row.
     """
 
     row: int

@@ -528,7 +528,7 @@ MULTI_TOKEN = {
 
 
 @pytest.mark.parametrize("case", exhaustive_but(MULTI_TOKEN, "GLM-4.6: TP2, SP, EP2, ETP1"))
-def test_prediction_layer_is_kept_beside_adapters(tmp_path, case):
+def test_mtp_layer_is_kept_with_adapters(tmp_path, case):
     """The layer has no adapters, and the others are the same bits as without it. It is as in the base model after a
     resume, for engines and in the merged folder."""
     family, sizes, layout = MULTI_TOKEN[case]

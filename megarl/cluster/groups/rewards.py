@@ -59,7 +59,7 @@ class RewardActor(AsyncProcessActor):
 
 
 WaitingGroup = tuple[int, int, list[SampleRef]]
-"""(prompt's row in the data, weight version with which its samples started, samples)."""
+"""(prompt's row in the data, weight version at the start of its samples, samples)."""
 
 MAX_ENDED = 2**18
 """Number of rollout ids to remember in order to recognize late samples."""
@@ -215,7 +215,8 @@ class RewardWorker:
         return load_decoder(self._models.actor)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
-        """Return the judge's verdicts by sample id; empty without a judge. `samples` has all samples of each prompt."""
+        """Return the judge's verdicts by sample id; empty without a judge. `samples` contains all samples of each
+        prompt."""
         if self._rewards.judge is None:
             return {}
         comparisons = judge.comparisons(samples, self._rewards.judge_order, self._seed)

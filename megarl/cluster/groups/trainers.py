@@ -133,7 +133,8 @@ def _add_checksums(parts: Sequence[Mapping[Region, Checksum]]) -> dict[Region, C
 
 
 class TrainerGroup(RankGroup):
-    """All ranks that train one model. An argument `updates` has the batches for each update, by data-parallel rank."""
+    """All ranks that train one model. Arguments named `updates` hold each update's batches, one per data-parallel
+    rank."""
 
     actor_class, title = TrainerActor, "TrainerActor"
 

@@ -34,8 +34,8 @@ class _Rule(Exception):
 
 @dataclass(slots=True)
 class Step:
-    """A step that counts: no later line has undone it. `groups` has the names of all groups that it took, and
-    `num_dropped` is the number of dropped samples."""
+    """A step that counts: no later line has undone it. `groups` lists all groups that it took, and `num_dropped` is the
+    number of dropped samples."""
 
     number: int
     line: int
@@ -90,8 +90,8 @@ class History:
         self.line = 0
         self.timeline = -1
         self.undone = self.num_starts = self.num_refits = self.num_same_weights = 0
-        """Undone steps, starts after the first one, refits that begin them, and refits with the checksums of their
-        step."""
+        """Counts of undone steps, attempts after the first, first refits of these attempts, and first refits whose
+        checksums match the step's."""
         self.attempts: dict[int, dict[str, Any]] = {}
         self._begin(0)
 
@@ -361,7 +361,7 @@ class History:
         totals.failed.update(reasons)
 
     def _check_dropped(self, dropped: Mapping[str, Sequence[Any]], taken: Sequence[int], totals: Totals) -> int:
-        """Check that dropped groups are of rows that are still pending, or that the step took in a later round. Return
+        """Check that the row of each dropped group is still pending or was taken by the step in a later round. Return
         the number of dropped samples."""
         draws, reasons = dropped.get("draw", ()), dropped.get("why", ())
         for draw in draws:

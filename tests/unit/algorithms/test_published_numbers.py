@@ -137,7 +137,7 @@ def test_reinforce_plus_plus_baseline_matches_verl():
 
 
 def token_rewards() -> torch.Tensor:
-    """Return each token's reward, with the sample's reward added on the last trained token."""
+    """Return each token's reward, with the sample's reward added to that of the last trained token."""
     return at_last_token(float64(REWARDS), MASK, ROW_SAMPLE) + rows("token_rewards")
 
 

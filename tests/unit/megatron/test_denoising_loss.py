@@ -1,4 +1,4 @@
-"""The policy loss of denoising steps, compared with public trainers and with torch's distributions in float64."""
+"""The policy loss over denoising steps, compared with public trainers and with torch's distributions in float64."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ REFERENCES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
 
 
 def contrast(v: torch.Tensor) -> torch.Tensor:
-    """Return DiffusionNFT's loss of images with new noise, with a mixture of 0.3 and advantages up to 1.2."""
+    """Return DiffusionNFT's loss on newly noised images, for mixture=0.3 and advantages up to 1.2."""
     sigma = SIGMA.view(4, 1, 1, 1)
 
     def error(velocity: torch.Tensor) -> torch.Tensor:

@@ -53,11 +53,11 @@ def shard(folder: Path) -> None:
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (
         lambda folder: (folder / SINGLE).write_text(POINTER),
-        "is a Git LFS pointer, not the file itself. Fix:",
+        "a Git LFS pointer, not the file itself. Fix:",
     ),
-    (lambda folder: os.truncate(folder / SINGLE, 5000), "is not a complete safetensors file"),
-    (lambda folder: os.truncate(folder / SINGLE, 3), "is not a complete safetensors file"),
-    (lambda folder: os.truncate(folder / SINGLE, 0), "is not a complete safetensors file"),
+    (lambda folder: os.truncate(folder / SINGLE, 5000), "not a complete safetensors file"),
+    (lambda folder: os.truncate(folder / SINGLE, 3), "not a complete safetensors file"),
+    (lambda folder: os.truncate(folder / SINGLE, 0), "not a complete safetensors file"),
     (lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin"), "Fix: save the weights as safetensors"),
     (lambda folder: convert(folder, torch.float8_e4m3fn), "has the unsupported dtype F8_E4M3. Supported dtypes: F64,"),
     (lambda folder: convert(folder, torch.int8), "has the unsupported dtype I8. Supported dtypes: F64,"),
@@ -123,7 +123,7 @@ def test_tensor_that_does_not_stack_experts_is_an_error(tmp_path: Path, shape: t
     content = b"" if 0 in shape else bytes(4 * math.prod(shape))
     header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, len(content)]}}).encode()
     (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + content)
-    with pytest.raises(UserError, match=rf"{name} has shape .*, which does not stack experts. Fix: download"):
+    with pytest.raises(UserError, match=rf"{name} has shape .*, which is not a shape of stacked experts. Fix: download"):
         read_headers(tmp_path)
 
 
@@ -204,7 +204,7 @@ MXFP4_DAMAGES = {
     ),
     "flat blocks": (
         lambda tensors: tensors.update({f"{OSS_EXPERTS}.down_proj_blocks": torch.ones(2, 6)}),
-        "down_proj_blocks has shape .*, which does not stack experts",
+        "down_proj_blocks has shape .*, which is not a shape of stacked experts",
     ),
 }
 
