@@ -42,7 +42,7 @@ class DenoisingSettings(Section):
         return range(self.num_steps) if self.sde_within is None else self.within
 
     def noised_steps(self, seed: int, sample_id: str) -> list[int]:
-        """Return the denoising steps at whose noise levels such an objective trains on an image."""
+        """Return the denoising steps at whose noise levels an objective that adds noise trains on an image."""
         return noised_steps(self.num_trained, self.noised_within, seed, sample_id)
 
     def sde_window(self, seed: int, step: int) -> range:

@@ -66,7 +66,7 @@ def mtp_loss(batch: TokenBatch, scored: torch.Tensor, *, others: Callable, coeff
 
     Args:
         scored: the head's output, of which the last column is w·(−log p).
-        others: computes the other loss from the batch and the columns before.
+        others: computes the other loss from the batch and the preceding columns.
         coefficient: factor of the MTP loss.
     """
     terms, mtp = others(batch, scored[:, :-1]), scored[:, -1].sum()

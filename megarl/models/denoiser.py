@@ -32,7 +32,8 @@ class DenoiserShape(ModelShape):
         pooled: number of channels of the vector that summarizes a caption; None if the model has none.
         conditioning: number of channels of the embedded noise level, which includes the pooled caption.
         image_limit: maximum numbers of rows and columns of image tokens.
-        refiners: number of layers before the main stack that process only images; as many process only captions.
+        refiners: number of layers before the main stack that process only images; an equal number of layers processes
+            only captions.
     """
 
     channels: int

@@ -300,7 +300,7 @@ def rotary_channels(model: Mapping[str, Any], head_dim: int) -> int:
 def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
     """Describe the part of the checkpoint that is neither trained nor exported; None if there is no such part."""
     parts = [f"multi-token prediction ({key}={hf_config[key]})" for key in _omitted_mtp_keys(hf_config)]
-    # The config.json of Qwen3-Next does not tell whether the checkpoint has this part.
+    # The config.json of Qwen3-Next does not show whether the checkpoint has this part.
     if hf_config.get("model_type") == "qwen3_next" and not num_mtp_layers(hf_config):
         parts.append("multi-token prediction (tensors mtp.*)")
     parts += ["the vision encoder (vision_config)"] if "vision_config" in hf_config else []

@@ -31,7 +31,8 @@ CUTS = 3
 rows before, the two parts of that row, and the rows after."""
 
 SAVED_APART = {".linear_fc1.weight": 2, ".in_proj.weight": 6, ".conv1d.weight": 3}
-"""Suffix of a Megatron parameter that fuses several matrices -> their number. They are saved separately."""
+"""Suffix of a Megatron parameter that fuses several matrices -> the number of these matrices, which are saved
+separately."""
 
 LOGGED_BYTES = 15
 """Bytes per response token in a rollout log: its text and its log-prob."""

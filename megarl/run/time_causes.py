@@ -66,7 +66,7 @@ Seconds = dict[str, float]
 
 
 def of_cause(seconds: Mapping[str, float], cause: str) -> float:
-    """Return the device-seconds of a cause with its parts."""
+    """Return the device-seconds of a cause, including those of its parts."""
     return sum(value for name, value in seconds.items() if name.partition("/")[0] == cause)
 
 

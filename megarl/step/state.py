@@ -74,7 +74,8 @@ class PendingPrompt:
 
 @dataclass
 class RunState:
-    """The driver's state after `step` steps, from which a run can resume. The weight version is then also `step`."""
+    """The driver's state after `step` steps, from which a run can resume. The weight version at that point is also
+    `step`."""
 
     step: int
     cursor: PromptCursor | WeightedCursor

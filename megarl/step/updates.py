@@ -68,7 +68,7 @@ def _prepare_pairs(
 
 
 def best_and_worst(groups: Sequence[Sequence[SampleRef]]) -> list[SampleRef]:
-    """Return the first best and worst sample in each group, unless all of its rewards are equal."""
+    """Return the first best and the first worst sample of each group whose rewards are not all equal."""
     pairs = []
     for group in groups:
         best, worst = (choose(group, key=lambda item: item.reward) for choose in (max, min))

@@ -1,4 +1,4 @@
-"""The rules that the lines of a sample ledger must satisfy, in their order."""
+"""The rules that a sample ledger must satisfy, applied line by line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_REASONS = 5
 """Maximum number of different reasons that a proof lists."""
 
 MAX_ROWS = 2**23
-"""Maximum number of rows in the data for which the order of an epoch is computed. It takes seconds."""
+"""Maximum number of rows in the data for which the order of an epoch is computed, which takes seconds."""
 
 COUNTS = ("draw", "row", "rollouts", "samples", "turns", "tokens", "failed")
 TABLE = (*COUNTS, "prompt", "group", "oldest", "newest")
@@ -56,7 +56,8 @@ class Totals:
     turns: int = 0
     tokens: int = 0
     oldest: int = 0
-    """Largest difference between the version from which a step starts and the oldest version of its tokens."""
+    """Largest difference between the version from which a step starts and the oldest version among the step's
+    tokens."""
     left_out: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -77,14 +78,15 @@ class History:
 
     Attributes:
         base, head: the ledger covers the steps after `base` up to `head`.
-        reached: the last step before the last line `back`, if no step follows it. Other files may not be cut yet.
+        reached: the last step that the other files may still contain: `head`, or a later step if a `back` line follows
+            it, because the files are cut after that line is written.
     """
 
     def __init__(self, kept: Collection[int] = (), saved: Collection[int] = ()) -> None:
         """kept, saved: the steps with rollout files and with checkpoints, which are compared with the ledger."""
         self._kept, self._saved = frozenset(kept), frozenset(saved)
         self.tables: dict[int, list[dict[str, Any]]] = {}
-        """The tables of groups of kept steps that count."""
+        """Group tables of the steps that count and have a rollout file."""
         self.pending: dict[int, tuple[int, dict[int, int]]] = {}
         """Number of draws, and the pending rows by draw, after each saved step."""
         self.line = 0
