@@ -98,7 +98,7 @@ TRAINED_CASES = {
 
 @pytest.mark.parametrize("case", exhaustive_but(TRAINED_CASES, "GLM-4.6: TP2, SP, EP2, ETP1", "DeepSeek-V3: PP2"))
 def test_trained_mtp_layer_matches_reference(tmp_path, case):
-    """The layer's loss, gradients and weights after two updates are the reference's. The policy's gradient in the first
+    """The layer's loss, gradients and weights match the reference after two updates. The policy's gradient in the first
     update has the same bits as with the layer frozen."""
     family, sizes, layout, *overrides = TRAINED_CASES[case]
     folder = add_mtp_layer(write_tiny_model(tmp_path / "model", family, **sizes))

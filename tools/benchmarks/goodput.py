@@ -1,8 +1,9 @@
-"""Simulate the goodput of runs on many GPUs whose failures come at published rates, from measured recovery times.
+"""Simulate the goodput of runs on many GPUs whose failures occur at published rates, from measured recovery times.
 
 .venv/bin/python tools/benchmarks/goodput.py --run RUN --out tools/benchmarks/results/goodput.json
 
-RUN is the folder of a run that was killed and resumed at least once. Its ledger of time has the seconds of a restart.
+RUN is the folder of a run that was killed and resumed at least once. The run's time ledger contains the seconds of a
+restart.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("family", [GLM, DEEPSEEK], ids=["GLM-4.6", "DeepSeek-V3"])
 def test_mtp_layer_survives_conversions(tmp_path, family):
-    """Its decoder layer has the tensors of an ordinary layer. A folder has copies of the embedding and the head."""
+    """An MTP layer's decoder layer has the tensors of an ordinary layer. A folder also has copies of the embedding and
+    the head."""
     config = config_of(**family, num_nextn_predict_layers=1)
     hidden, prefix = config["hidden_size"], f"model.layers.{config['num_hidden_layers']}."
     tensors = random_checkpoint(config | dict(num_hidden_layers=config["num_hidden_layers"] + 1))
