@@ -267,7 +267,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         names = read_foreign_object(index).get("weight_map")
     if isinstance(names, dict) and all(isinstance(name, str) and _is_file_name(name) for name in names.values()):
         return names
-    raise UserError(f"{index}: is not an index of safetensors files. Fix: download it again")
+    raise UserError(f"{index}: not an index of safetensors files. Fix: download it again")
 
 
 def _is_file_name(name: str) -> bool:

@@ -64,10 +64,10 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (shard, f"contains neither {SINGLE} nor {INDEX}. Fix: download the index"),
     (without_lm_head, "the checkpoint has no tensor lm_head.weight. Fix: use a complete checkpoint"),
     (index('{"weight_map": {"lm_head.weight": "a.safetensors"}}'), "lists a.safetensors, but the file does not exist"),
-    (index("half of an ind"), "is not an index of safetensors files. Fix: download it again"),
-    (index("[" * 100_000), "is not an index of safetensors files. Fix: download it again"),
-    (index("{}"), "is not an index of safetensors files. Fix: download it again"),
-    (index('{"weight_map": {"lm_head.weight": "../../other/a.safetensors"}}'), "is not an index of safetensors files"),
+    (index("half of an ind"), "not an index of safetensors files. Fix: download it again"),
+    (index("[" * 100_000), "not an index of safetensors files. Fix: download it again"),
+    (index("{}"), "not an index of safetensors files. Fix: download it again"),
+    (index('{"weight_map": {"lm_head.weight": "../../other/a.safetensors"}}'), "not an index of safetensors files"),
     (index(json.dumps({"weight_map": {"absent": SINGLE}})), "the checkpoint has no tensor absent"),
 ]
 
