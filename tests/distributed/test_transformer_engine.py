@@ -1,4 +1,4 @@
-"""Updates through Transformer Engine's layers, as on GPUs, against transformers.
+"""Updates through Transformer Engine's layers, as on GPUs, compared with transformers.
 
 Torch replaces its kernels (tests/transformer_engine.py). The rest is Transformer Engine's Python code, in a separate
 process whose Megatron imports it.

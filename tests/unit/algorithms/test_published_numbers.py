@@ -1,6 +1,7 @@
 """Results of public libraries on one small batch with ragged samples, tool tokens and a group of one.
 
-Recorded by tools/references/record.py. Where conventions differ, the test names the option that selects the library's.
+Recorded by tools/references/record.py. Where conventions differ, the test names the option that selects the library's
+convention.
 """
 
 import json

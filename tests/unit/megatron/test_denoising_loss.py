@@ -360,7 +360,8 @@ def test_every_step_objective_has_a_reference():
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_single_update_starts_at_ratio_one(name):
-    """Without a pass for the old policy, loss and gradient are those of an old policy that equals the current one."""
+    """Without a pass for the old policy, loss and gradient are the same as with an old policy that equals the current
+    one."""
     config, v = random_config("flow", name), BASE_V.clone().requires_grad_()
     once = terms_of(config, random_batch("flow", old_v=None), v, has_moved=False)
     twice = terms_of(config, random_batch("flow", old_v=BASE_V), v, has_moved=True)

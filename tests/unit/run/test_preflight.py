@@ -398,7 +398,7 @@ def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd
 
 
 def test_checkpoint_may_be_at_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints may be copied anywhere. The folder above has no manifest to compare with."""
+    """Checkpoints may be copied anywhere. The parent folder has no manifest to compare with."""
     settings = load(
         BASE,
         [

@@ -46,7 +46,8 @@ def test_mtp_layer_survives_conversions(tmp_path, family):
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 def test_separate_mtp_layer_survives_conversions(tmp_path, model_type):
-    """Its folder has no copies of the embedding and the head. Qwen3-Next's config.json does not count the layer."""
+    """The folder of a separate layer has no copies of the embedding and the head. Qwen3-Next's config.json does not
+    count the layer."""
     family = GATED_DELTA if model_type == "qwen3_5_text" else GATED_DELTA_EXPERTS
     count = {} if model_type == "qwen3_next" else dict(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
     config = config_of(**family, model_type=model_type, **count)
@@ -61,7 +62,7 @@ def test_separate_mtp_layer_survives_conversions(tmp_path, model_type):
 
 
 def test_multimodal_checkpoint_keeps_its_mtp_layer(tmp_path):
-    """Its experts are stacked, and its vision encoder is dropped."""
+    """The checkpoint's experts are stacked, and its vision encoder is dropped."""
     text = config_of(**GATED_DELTA_EXPERTS, model_type="qwen3_5_moe_text", mtp_num_hidden_layers=1)
     tensors = with_separate_layer(text)
     stored = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stacked(tensors).items()}
