@@ -29,7 +29,7 @@ SHARE = $(addprefix --part=,$(PART:today=$(TODAY)))
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary=:all:
 CLUSTER_PACKAGES := tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge \
 	slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client
-# Lower the priority of compute-bound tests, because the whole runs beside them have deadlines.
+# Lower the priority of compute-bound tests, because the whole runs in parallel with them have deadlines.
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-all test-runs test-ranks test-units ranks-then-units test-fast test-learn test-exhaustive exhaustive-runs \

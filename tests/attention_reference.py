@@ -16,7 +16,7 @@ def plain_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output, [T, heads, v], computed with a softmax under a dense mask over the whole pack. Each
-    token attends to itself and to the preceding tokens in its documents, up to `window` tokens in all. `sinks`,
+    token attends to itself and to the preceding tokens in its documents, up to `window` tokens in total. `sinks`,
     [heads], are further logits in each softmax, whose weights are dropped."""
     num_tokens, heads_per_kv_head = query.shape[0], query.shape[1] // key.shape[1]
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)

@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _units(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """Return the selected tests, with those of a file that share an expensive fixture in one unit."""
+    """Return the selected tests; tests of a file that share an expensive fixture form one unit."""
     units: dict[str, list[pytest.Item]] = {}
     for item in items:
         together = item.get_closest_marker("one_part") is not None

@@ -71,7 +71,7 @@ class _Reference:
 
 
 class FlowGrpoReference(_Reference):
-    """GRPO's clipped loss of denoising steps (arXiv 2505.05470), with the exact KL to the initial model."""
+    """GRPO's clipped loss over denoising steps (arXiv 2505.05470), with the exact KL to the initial model."""
 
     def __init__(self, tiny: TinyDenoiser, folder: Path, *, noise_level: float, **options: Any):
         super().__init__(tiny, folder, **options)

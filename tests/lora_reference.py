@@ -63,7 +63,8 @@ class MergedReference(GrpoReference):
     def __init__(
         self, folder: Path, factors: dict[str, torch.Tensor], scale: float, lr: float, eps: float, temperature
     ):
-        """`factors` has the names of saved PEFT adapters; factors shared by a layer's experts have no expert number."""
+        """`factors` is keyed by the names in a PEFT adapter file; factors shared by a layer's experts have no expert
+        number."""
         super().__init__(folder, lr, eps, temperature)
         self.base, self.model, self.scale = self.model, self._forward, scale
         dtype = torch.get_default_dtype()

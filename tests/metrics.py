@@ -1,4 +1,4 @@
-"""Metrics of runs."""
+"""Checks of the metrics that runs write."""
 
 from __future__ import annotations
 

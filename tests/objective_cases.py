@@ -235,7 +235,7 @@ CASES = {
         left_out="sample",
     ),
 }
-"""At least one case per policy objective. tests/distributed/test_offline_data.py has the offline objectives."""
+"""At least one case per policy objective. tests/distributed/test_offline_data.py contains the offline objectives."""
 
 
 @dataclasses.dataclass(frozen=True)

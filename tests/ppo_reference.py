@@ -144,7 +144,7 @@ class SharedTrunkReference(PpoReference):
     """PPO whose critic is an MLP on the actor's last hidden states, with one loss and one optimizer."""
 
     def __init__(self, actor: Path, head: Mapping[str, torch.Tensor], settings: PpoSettings, coefficient: float):
-        """`head` has the MLP's initial parameters: fc1 and fc2."""
+        """`head` holds the MLP's initial parameters, fc1 and fc2."""
         super().__init__(actor, actor, settings)
         hidden = self.actor.config.hidden_size
         self.head = torch.nn.Sequential(torch.nn.Linear(hidden, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, 1))

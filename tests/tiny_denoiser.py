@@ -81,7 +81,7 @@ class TinyDenoiser:
         return folder
 
     def random(self, **changes: Any) -> torch.nn.Module:
-        """Return diffusers' model with random weights. `changes` has keys of the config that differ."""
+        """Return diffusers' model with random weights. `changes` overrides keys of the config."""
         model = self.model_class.from_config({**self.config, **changes})
         randomize(model, seed=0)
         with torch.no_grad():

@@ -91,8 +91,8 @@ def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json
 
 
 def add_mtp_layer(folder: Path) -> Path:
-    """Add a layer for multi-token prediction to a DeepSeek-V3, GLM-4.5 or Qwen model, and return its folder. It
-    resembles the last layer, so that it predicts some tokens of an untrained model."""
+    """Add an MTP layer to a DeepSeek-V3, GLM-4.5 or Qwen model, and return its folder. It resembles the last layer, so
+    that it predicts some tokens of an untrained model."""
     config, file = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
     weights, generator = load_file(file), torch.Generator().manual_seed(5)
     last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]

@@ -67,7 +67,7 @@ BASELINE_KINDS: Mapping[BaselineKind, str] = {
 """Kind of baseline -> its description."""
 
 NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
-"""The baseline with which every advantage is 0."""
+"""The baseline that makes every advantage 0."""
 
 
 class TokenAdvantages(NamedTuple):
@@ -142,7 +142,7 @@ class EstimatorSpec(Spec):
         return self.comparison == "group"
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
-        """Return a baseline for each sample in a group. `options` has the values of all options."""
+        """Return a baseline for each sample in a group. `options` maps all options to their values."""
         return [NO_BASELINE] * len(group)
 
 

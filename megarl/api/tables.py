@@ -72,9 +72,9 @@ def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pya
     Scalars have Arrow types. Fields with one value per token are list columns: `prompt_ids` and `response_ids` of
     int32, `rollout_logprobs`, `logprob_differences` and `token_advantages` of float32, `tokens` of strings, and `mask`
     (whether the model sampled the token) of bool. `turn_rewards` is a list of float32. For image models,
-    `trained_denoising_steps` is a list of int32, `rollout_logprobs` has one value for each of these steps, and `image`
-    is the path of a PNG file. Each reward function's value is a column `parts.NAME`. All other fields, such as `answer`
-    and `messages`, are JSON text, because their type may differ between rows.
+    `trained_denoising_steps` is a list of int32, `rollout_logprobs` contains one value for each of these steps, and
+    `image` is the path of a PNG file. Each reward function's value is a column `parts.NAME`. All other fields, such as
+    `answer` and `messages`, are JSON text, because their type may differ between rows.
 
     Args:
         folder: a run folder, such as `runs/latest`.

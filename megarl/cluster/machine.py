@@ -21,7 +21,7 @@ from megarl.models.run_models import ModelFolders
 from megarl.models.trained_model import policy_hf_config
 
 MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-"""The environment variable with which vLLM chooses between its model runners on GPUs. By default it uses V2."""
+"""The environment variable that selects vLLM's model runner on GPUs. The default is V2."""
 
 
 def place_here(config: Config) -> Placement:

@@ -141,11 +141,11 @@ class RankBatch:
 
 
 Updates = Sequence[Sequence[RankBatch]]
-"""The batches for each update, by data-parallel rank."""
+"""Each update's batches, one per data-parallel rank."""
 
 
 def add_scores(updates: Updates, scores: Mapping[str, Scores]) -> list[list[RankBatch]]:
-    """Return the same batches with additional token scores from other models, by name in TokenBatch."""
+    """Return the same batches with additional token scores from other models, keyed by their names in TokenBatch."""
     return [[reduce(lambda b, item: b.add_scores(*item), scores.items(), batch) for batch in u] for u in updates]
 
 
@@ -159,7 +159,7 @@ class FetchedBatches:
         earlier, batch = self._fetched.get(rank_batch.key, (None, None))
         if batch is None:
             batch = rank_batch.fetch()
-        elif earlier != rank_batch:  # rewards, baselines or scores were added since then
+        elif earlier != rank_batch:  # rewards, baselines or scores were added since the earlier fetch
             batch = batch.renewed(rank_batch.fetch_samples([item.sample for item in batch.samples]))
         self._fetched[rank_batch.key] = rank_batch, batch
         return batch

@@ -37,7 +37,7 @@ class Refit:
     def __init__(
         self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
     ):
-        """export_plan: the plan with which each trainer computes checksums for its elements."""
+        """export_plan: the plan that each trainer uses to compute checksums of its elements."""
         self._session, self._config = session, config
         self._trainers, self._engines = trainers, engines
         self._export_plan = export_plan

@@ -67,7 +67,8 @@ class Session:
     def __init__(
         self, config: Config, logs: Path, scratch: Path, rendezvous: Path | None = None, routed: Experts | None = None
     ):
-        """Start Ray and wait for the other nodes. Raise UserError if one cannot join, and RunFailure after a timeout.
+        """Start Ray and wait for the other nodes. Raise UserError if a node cannot join, and RunFailure after a
+        timeout.
 
         Args:
             scratch: folder for files that are not needed after the run.
@@ -199,7 +200,7 @@ class Session:
             phase: description in error messages of what the driver waits for.
             timeout: the key in cluster.timeouts that bounds the wait.
             may_fail: processes whose loss does not end the run. Errors in other processes that follow from such a loss
-                do not end it either.
+                do not end the run either.
         """
         pending = Pending(self, calls, phase, timeout, self._timeouts.seconds(timeout), may_fail)
         self._pending.append(pending)

@@ -39,7 +39,7 @@ class SyncVerifier:
         verify: Literal["first", "always"],
         frozen: Sequence[str],
     ):
-        """`compute` returns the trainer's checksums for regions. `frozen` has name patterns of frozen tensors."""
+        """`compute` returns the trainer's checksums for regions. `frozen` lists name patterns of frozen tensors."""
         self._compute, self._verify, self._frozen = compute, verify, frozen
         self._sampled: dict[Region, int] = {}
         self._known: dict[Region, int] | None = None

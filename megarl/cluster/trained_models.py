@@ -28,8 +28,8 @@ UNREAD: tuple[Part, ...] = ("gradients", "optimizer")
 class TrainedModels:
     """The trainer groups by role, including the actor's. The states that a model's `offload` key lists are in host
     memory during rollouts and while a different model computes on the same devices. During a refit, all of them except
-    the actor's weights are in host memory. `run` moves them back before a task. `sharing` maps each role to the other
-    roles on the same devices, with which it takes turns. Without `recovery`, the loss of a rank ends the attempt."""
+    the actor's weights are in host memory. `run` moves them back before a task. `sharing` maps each role to the roles
+    that share its devices and take turns with it. Without `recovery`, the loss of a rank ends the attempt."""
 
     groups: Mapping[Role, TrainerGroup]
     sharing: Mapping[Role, Collection[Role]]
@@ -97,7 +97,7 @@ class TrainedModels:
         offload.result()
 
     def offload_all(self) -> Pending[dict[str, Metric]]:
-        """Offload all models. The result has the number of bytes freed, as metrics."""
+        """Offload all models. The result is the number of bytes freed, as metrics."""
         moving = [group.offload(PARTS) for group in self.groups.values() if group.offloads]
         return join(moving).then(lambda parts: {name: metric for metrics in parts for name, metric in metrics.items()})
 

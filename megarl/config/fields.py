@@ -10,7 +10,7 @@ from megarl.core.ranges import FiniteFloat
 
 
 class Section(BaseModel):
-    """A section of keys. Unknown keys are errors, types are not coerced, and values are frozen."""
+    """A section of keys. Unknown keys are rejected, types are not coerced, and values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -111,7 +111,8 @@ def dump(config: Config) -> str:
 
 
 def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
-    """Yield the documents of a file's base recipes, then the file's own. `above` has the files that inherit from it."""
+    """Yield the documents of a file's base recipes, then the file's own. `above` lists the files that inherit from
+    it."""
     if path.resolve() in [file.resolve() for file in above]:
         chain = " -> ".join(str(file) for file in (*above, path))
         raise UserError(f"{above[-1]}: the base files form a cycle: {chain}. Fix: remove one of the `base` keys")

@@ -163,7 +163,7 @@ class Actor(Trained):
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the model keeps its layer for multi-token prediction."""
+        """Whether the model keeps its MTP layer."""
         return self.mtp.loss_coefficient is not None
 
     @property

@@ -42,7 +42,7 @@ class DenoisingSettings(Section):
         return range(self.num_steps) if self.sde_within is None else self.within
 
     def noised_steps(self, seed: int, sample_id: str) -> list[int]:
-        """Return the denoising steps at whose noise levels such an objective trains on an image."""
+        """Return the denoising steps at whose noise levels an objective that adds noise trains on an image."""
         return noised_steps(self.num_trained, self.noised_within, seed, sample_id)
 
     def sde_window(self, seed: int, step: int) -> range:
@@ -100,7 +100,7 @@ class Rollout(Section):
 
     @property
     def drafts_with_mtp(self) -> bool:
-        """Whether engines draft tokens with the policy's layer for multi-token prediction."""
+        """Whether engines draft tokens with the policy's MTP layer."""
         return self.speculative.method == "mtp"
 
     @property

@@ -81,7 +81,7 @@ REFITTABLE: dict[str, tuple[Any, str]] = {
     "enable_eplb": (False, "a refit writes experts to their original ranks, but EPLB moves them"),
     "offload_group_size": (0, "vLLM would read a layer's parameters from copies that a refit does not update"),
 }
-"""Arguments in rollout.vllm_overrides -> the only value with which a refit reaches the weights that vLLM reads, and the
+"""Arguments in rollout.vllm_overrides -> the only value that lets a refit reach the weights that vLLM reads, and the
 effect of other values. Startup checks cannot detect this: parameters have the same names and shapes."""
 
 

@@ -111,7 +111,7 @@ def retry_when_full(write: Callable[[], T], path: Path) -> T:
 def full_disk(path: Path) -> InfrastructureFailure:
     """Return the error for a disk that is still full after DISK_S."""
     return InfrastructureFailure(
-        f"{path}: the disk or its quota was full for {DISK_S:g} s. Fix: free disk space, then resume with resume=auto"
+        f"{path}: the disk was full or over quota for {DISK_S:g} s. Fix: free disk space, then resume with resume=auto"
     )
 
 
@@ -134,7 +134,7 @@ def is_full(error: BaseException, path: Path) -> bool:
 
 
 def _has_room(path: Path) -> bool:
-    """Return whether a small file can be written beside `path`."""
+    """Return whether a small file can be written next to `path`."""
     try:
         with tempfile.TemporaryFile(dir=next(parent for parent in path.parents if parent.exists())) as file:
             file.write(bytes(PROBE_BYTES))

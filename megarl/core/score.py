@@ -1,4 +1,4 @@
-"""The rewards of a sample, and the baseline with which they are compared."""
+"""The rewards of a sample, and their baseline."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _plain(content: Content) -> Content:
-    """Return the content with only the role and content of each message."""
+    """Drop every message field except role and content. Text is returned unchanged."""
     if isinstance(content, str):
         return content
     return [{"role": message["role"], "content": message["content"]} for message in content]

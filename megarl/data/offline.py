@@ -64,8 +64,8 @@ class OfflineData:
 
 def load_offline_data(config: Config, model_folder: Path) -> OfflineData:
     """Read and tokenize every row. Raise a UserError if a row cannot be read or tokenized, or has more than
-    rollout.context_length tokens (unless data.overlong=drop), or the source has too few rows. The message names source
-    and row."""
+    rollout.context_length tokens (unless data.overlong=drop), or the source has too few rows. The message names the
+    source and the row."""
     tokenizer = load_tokenizer(model_folder, date=config.data.date)
     require_chat_template(config, tokenizer, model_folder)
     samples_by_row = list(_samples(config, tokenizer))

@@ -170,7 +170,7 @@ def _check_fits(unit: _Counts, packing: Packing) -> None:
         raise UserError(
             f"tokens_per_microbatch: a microbatch can hold {packing.token_budget} tokens, but {subject} has {needed} "
             f"tokens, and a {kind} is never split across microbatches. Fix: raise tokens_per_microbatch to at least "
-            f"{needed} (divided by the number of context-parallel ranks)"
+            f"{needed} / cp, where cp is the number of context-parallel ranks"
         )
 
 

@@ -1,8 +1,8 @@
 """Finds prefixes shared by the samples of a microbatch, so that shared tokens appear once in their pack.
 
-The samples of a prompt form a tree whose nodes are runs of tokens. All share the prompt. Samples of one rollout that
-continue an earlier sample share its turns, and branches share the tokens before their branching point. Equal tokens are
-not shared if they are replayed through different experts, because their keys and values differ.
+The samples of a prompt form a tree whose nodes are runs of tokens. All samples share the prompt. Samples of one rollout
+that continue an earlier sample share its turns, and branches share the tokens before their branching point. Equal
+tokens are not shared if they are replayed through different experts, because their keys and values differ.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class PromptSet:
 
 def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str | None] = NO_COLUMNS) -> PromptSet:
     """Read and tokenize every prompt. Raise a UserError if a row cannot be read or tokenized, a prompt leaves no room
-    for `rollout.max_new_tokens` (unless data.overlong=drop), or the source has too few rows. The message names source
-    and row. columns: columns required by reward functions, as in `file_rows`."""
+    for `rollout.max_new_tokens` (unless data.overlong=drop), or the source has too few rows. The message names the
+    source and the row. columns: columns required by reward functions, as in `file_rows`."""
     data = config.data
     columns = {**columns, **data.ordering_columns}
     if config.samples_images:

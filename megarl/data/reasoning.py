@@ -33,8 +33,8 @@ RESERVED_OPTIONS = ("seed", "size")
 
 
 def load_gym() -> ModuleType:
-    """Import and return reasoning-gym. It imports all of its tasks and their dependencies. Raise a UserError if one of
-    these packages is missing."""
+    """Import and return reasoning-gym. This imports all tasks and the packages that they depend on. Raise a UserError
+    if one of these packages is missing."""
     try:
         import reasoning_gym
         import reasoning_gym.composite

@@ -205,8 +205,8 @@ class ChatTokens:
         return max(overlap, first + 1)
 
     def _is_same_end(self, pair: tuple[int, int]) -> bool:
-        """Return whether a token that closes the last turn of a conversation and one that follows an earlier turn are
-        ends of a turn. gpt-oss's template writes different ends for these."""
+        """Return whether two tokens both end a turn: the first closes the last turn of a conversation, and the second
+        follows an earlier turn. gpt-oss's template ends these turns with different tokens."""
         last, earlier = pair
         return last == earlier or (last in self._other_ends and earlier in self._special)
 

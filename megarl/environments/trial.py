@@ -41,8 +41,8 @@ REMEDY = "correct the reward function, which must return a finite number or a bo
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of one reward function or of the judge. response: description of the scored response. stack: its
-    stack trace, or "" if it raised no exception."""
+    """The failure of one reward function or of the judge. response: description of the scored response. stack: stack
+    trace of the exception, or "" if none was raised."""
 
     message: str
     response: str

@@ -74,7 +74,7 @@ def configured_denoising_loss(
     has_moved: bool,
     penalty: float | None = None,
 ) -> Loss:
-    """Return an image model's policy loss, from a StepBatch and its velocities. The arguments are those of
+    """Return an image model's policy loss, from a StepBatch and its velocities. Takes the same arguments as
     `configured_policy_loss`."""
     if isinstance(spec := algorithm.objective.spec, VelocityObjective):
         objective = partial(spec.loss, **algorithm.objective.options(spec.arguments))
@@ -182,6 +182,6 @@ def configured_implicit_reward_loss(settings: ImplicitReward) -> Loss:
 
 
 def with_mtp_loss(loss: Loss, coefficient: float) -> Loss:
-    """Return the sum of the loss and the loss of multi-token prediction."""
+    """Return the sum of the loss and the MTP loss."""
     terms = partial(losses.mtp_loss, others=loss.terms, coefficient=coefficient)
     return Loss(terms, partial(loss_metrics.mtp_metrics, others=loss.metrics))

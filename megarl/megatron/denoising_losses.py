@@ -68,7 +68,7 @@ def denoising_loss(
     kl: Literal["gaussian", "velocity"],
     has_moved: bool,
 ) -> PolicyTerms:
-    """Compute the policy loss of denoising steps, differentiable in v.
+    """Compute the policy loss over denoising steps, differentiable in v.
 
     Args:
         v: [N, channels, height, width], the policy's velocity under guidance.

@@ -53,8 +53,8 @@ class Loss:
 
 
 class MtpTerms(NamedTuple):
-    """The sum of an objective's loss and the loss of multi-token prediction: the objective's terms, and Σ w·(−log p) of
-    the tokens after the next ones under the MTP layer's distribution p."""
+    """The sum of an objective's loss and the MTP loss: the objective's terms, and Σ w·(−log p) of the tokens after the
+    next ones under the MTP layer's distribution p."""
 
     loss: torch.Tensor
     others: Terms
@@ -62,12 +62,12 @@ class MtpTerms(NamedTuple):
 
 
 def mtp_loss(batch: TokenBatch, scored: torch.Tensor, *, others: Callable, coefficient: float) -> MtpTerms:
-    """Add the loss of multi-token prediction to a loss.
+    """Add the MTP loss to a loss.
 
     Args:
         scored: the head's output, of which the last column is w·(−log p).
-        others: computes the other loss from the batch and the columns before.
-        coefficient: factor of the loss of multi-token prediction.
+        others: computes the other loss from the batch and the preceding columns.
+        coefficient: factor of the MTP loss.
     """
     terms, mtp = others(batch, scored[:, :-1]), scored[:, -1].sum()
     return MtpTerms(terms.loss + coefficient * mtp, terms, mtp)

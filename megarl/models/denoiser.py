@@ -32,7 +32,8 @@ class DenoiserShape(ModelShape):
         pooled: number of channels of the vector that summarizes a caption; None if the model has none.
         conditioning: number of channels of the embedded noise level, which includes the pooled caption.
         image_limit: maximum numbers of rows and columns of image tokens.
-        refiners: number of layers before the main stack that process only images; as many process only captions.
+        refiners: number of layers before the main stack that process only images; an equal number of layers processes
+            only captions.
     """
 
     channels: int
@@ -266,7 +267,7 @@ _STABLE_DIFFUSION_3_DEFAULTS: Mapping[str, Any] = {
 
 
 def pixels_per_latent(folder: Path) -> int:
-    """Return the height and width in pixels of one latent of the VAE beside a transformer's folder."""
+    """Return the height and width in pixels of one latent of the VAE next to a transformer's folder."""
     path = folder.parent / "vae" / "config.json"
     channels = read_foreign_object(path, "model.path: ").get("block_out_channels")
     if not isinstance(channels, list) or not channels:

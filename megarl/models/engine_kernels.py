@@ -55,12 +55,12 @@ def check_cpu_speculation(folder: Path, hf_config: dict[str, Any], method: str) 
     """Raise a UserError if vLLM's CPU build cannot draft tokens for the model with this method."""
     if method == "mtp" and "mrope_section" in rope_parameters(completed(hf_config)):
         raise UserError(
-            f"rollout.speculative.method=mtp: the config.json of {folder} has an mrope_section, with which vLLM's CPU "
-            "build crashes when it drafts tokens. Fix: set rollout.speculative.method=null, or run this model on GPUs"
+            "rollout.speculative.method=mtp: vLLM's CPU build crashes when it drafts tokens for a model with "
+            f"mrope_section ({folder}/config.json). Fix: set rollout.speculative.method=null, or run this model on GPUs"
         )
     if method == "eagle3" and latent_attention(completed(hf_config)) is not None:
         raise UserError(
             f"rollout.speculative.method=eagle3: {folder} has latent attention, whose KV cache has blocks of 16 tokens "
-            "in vLLM's CPU build, but the draft's attention needs blocks of a multiple of 32 tokens. Fix: set "
+            "in vLLM's CPU build, but the draft's attention needs a block size that is a multiple of 32. Fix: set "
             "rollout.speculative.method=null and rollout.speculative.path=null, or run this model on GPUs"
         )

@@ -190,7 +190,8 @@ def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    # Many repositories contain additional copies of the weights: in other formats, and beside a pipeline's parts.
+    # Many repositories contain additional copies of the weights: in other formats, and next to the folders of a
+    # pipeline's parts.
     patterns = ["*.json", "*.jinja", "*.model", "*.txt"]
     try:
         folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))

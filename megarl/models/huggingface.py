@@ -300,7 +300,7 @@ def rotary_channels(model: Mapping[str, Any], head_dim: int) -> int:
 def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
     """Describe the part of the checkpoint that is neither trained nor exported; None if there is no such part."""
     parts = [f"multi-token prediction ({key}={hf_config[key]})" for key in _omitted_mtp_keys(hf_config)]
-    # The config.json of Qwen3-Next does not tell whether the checkpoint has this part.
+    # The config.json of Qwen3-Next does not show whether the checkpoint has this part.
     if hf_config.get("model_type") == "qwen3_next" and not num_mtp_layers(hf_config):
         parts.append("multi-token prediction (tensors mtp.*)")
     parts += ["the vision encoder (vision_config)"] if "vision_config" in hf_config else []
@@ -314,6 +314,6 @@ def without_untrained_part(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _omitted_mtp_keys(hf_config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of config.json that count layers for multi-token prediction, unless the model keeps them."""
+    """Return the keys of config.json that count MTP layers, unless the model keeps them."""
     keys = dict.fromkeys(COUNTS.values())
     return [] if num_mtp_layers(hf_config) else [key for key in keys if hf_config.get(key)]

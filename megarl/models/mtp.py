@@ -1,5 +1,5 @@
-"""Multi-token prediction (MTP, section 2.2 of arXiv 2412.19437): a layer after the last one that predicts the token
-after the next one. Engines draft tokens with it.
+"""Multi-token prediction (MTP, section 2.2 of arXiv 2412.19437): an additional layer after the decoder layers, which
+predicts the token after the next one. Engines can use it to draft tokens.
 
 Most models are trained without this layer. If a model keeps it, the config has an additional key, whose value is "kept"
 or "trained".

@@ -43,7 +43,7 @@ class ModelShape:
         rotary_dim: number of channels per head with a rotary position embedding.
         tied: whether the output layer shares the embedding's weight.
         fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
-        mtp_layers: number of layers for multi-token prediction, which follow the other layers.
+        mtp_layers: number of multi-token prediction (MTP) layers, which follow the other layers.
         trains_mtp: whether these layers are trained.
         windows: the layers with a sliding window; None if all softmax attention is full.
         has_sinks: whether each attention head has a learned logit that takes part in its softmax without a value.
@@ -125,8 +125,8 @@ class ModelShape:
         return self.experts is not None and self.experts.layers[layer]
 
     def kind(self, layer: int) -> LayerKind:
-        """Return the kind of a layer. Layers for multi-token prediction have the kind of the last layer before them. In
-        models with gated delta nets, they have full attention and, as in vLLM, experts if the first layer has."""
+        """Return the kind of a layer. MTP layers have the kind of the last layer before them. In models with gated
+        delta nets, they have full attention and, as in vLLM, experts if the first layer has."""
         if layer >= self.num_layers and self.linear is not None:
             return LayerKind(self.has_experts(0), is_linear=False)
         layer = min(layer, self.num_layers - 1)

@@ -99,7 +99,8 @@ def places(folder: Path) -> dict[str, Place]:
         # A damaged file may claim any number of experts if they have no elements.
         if len(shape) != 3 or 0 in shape or shape[1] % len(projections):
             raise UserError(
-                f"{path}: {stored} has shape {list(shape)}, which does not stack experts. Fix: download it again"
+                f"{path}: {stored} has shape {list(shape)}, which is not a shape of stacked experts. "
+                "Fix: download it again"
             )
         size = shape[1] // len(projections)
         for expert in range(shape[0]):
@@ -119,7 +120,7 @@ def _stacked_with_biases(files: Mapping[str, Path], stored: str) -> dict[str, Pl
     has_axes = len(shape) == (2 if is_bias else 4 if is_packed else 3) and 0 not in shape
     if not has_axes:
         raise UserError(
-            f"{path}: {stored} has shape {list(shape)}, which does not stack experts. Fix: download it again"
+            f"{path}: {stored} has shape {list(shape)}, which is not a shape of stacked experts. Fix: download it again"
         )
     if scales is not None:
         require_names(path, files, [scales])
@@ -203,8 +204,8 @@ def open_file(path: Path, framework: str) -> Any:
         with path.open("rb") as file:
             is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
         if is_pointer:
-            raise UserError(f"{path}: is a Git LFS pointer, not the file itself. Fix: run git lfs pull") from None
-        raise UserError(f"{path}: is not a complete safetensors file ({error}). Fix: download it again") from None
+            raise UserError(f"{path}: a Git LFS pointer, not the file itself. Fix: run git lfs pull") from None
+        raise UserError(f"{path}: not a complete safetensors file ({error}). Fix: download it again") from None
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
@@ -266,7 +267,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         names = read_foreign_object(index).get("weight_map")
     if isinstance(names, dict) and all(isinstance(name, str) and _is_file_name(name) for name in names.values()):
         return names
-    raise UserError(f"{index}: is not an index of safetensors files. Fix: download it again")
+    raise UserError(f"{index}: not an index of safetensors files. Fix: download it again")
 
 
 def _is_file_name(name: str) -> bool:

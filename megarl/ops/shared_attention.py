@@ -110,7 +110,7 @@ def _blocks_of_rows(ends: torch.Tensor, queries: torch.Tensor, keys: torch.Tenso
     first, last = first[:, None], last[:, None]
     some = (first_key <= last) & (first < last_end)
     every = (last_key <= first) & (last < first_end)
-    every[len(queries) // BLOCK :] = every[:, len(keys) // BLOCK :] = False  # blocks with fewer rows
+    every[len(queries) // BLOCK :] = every[:, len(keys) // BLOCK :] = False  # partial blocks
     return some, every
 
 

@@ -24,13 +24,13 @@ class FailureModel:
     Attributes:
         rate: failures per device and hour.
         detect_s: from a failure until the run notices it.
-        restart_s: from there until training resumes from the newest copy.
+        restart_s: from detection until training resumes from the newest copy.
         interval_s: training time between two copies of the state.
-        copy_s: time for which a copy holds training up.
+        copy_s: time for which a copy pauses training.
         spares: nodes in the allocation beyond those that train.
         repair_s: mean time until a lost node is replaced in the allocation.
         requeue_s: wait for a node if no spare is left.
-        node_share: fraction of failures that take a node away.
+        node_share: fraction of failures in which a node is lost.
     """
 
     devices: int

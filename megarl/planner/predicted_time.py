@@ -1,4 +1,4 @@
-"""Predicts the causes in a run's time ledger for one step, so that measured and planned time can be compared."""
+"""Predicts one step's seconds per cause of a run's time ledger, for comparison with the measured ones."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def layer_kv_bytes(shape: ModelShape, tp: int, num_bytes: int) -> float:
 
 def state_bytes(shape: ModelShape, tp: int, num_bytes: int, drafts: int = 0) -> float:
     """Return the number of bytes that the gated delta nets of an engine rank keep for a sequence, in its KV cache: the
-    state [keys, values] of each head in float32, and the inputs of the convolution. With draft tokens, vLLM keeps a
-    block with both for each of them, and each block has room for their inputs."""
+    state [keys, values] of each head in float32, and the inputs of the convolution. With draft tokens, vLLM keeps an
+    additional block of both per draft token, and each block also has room for the inputs of all draft tokens."""
     linear = shape.linear
     if linear is None:
         return 0

@@ -1,6 +1,6 @@
 """Map rectangles in canonical tensors to rectangles in local parameters.
 
-Canonical tensors are those in the Hugging Face checkpoint, with its names and shapes.
+Canonical tensors are the tensors of the Hugging Face checkpoint, with the same names and shapes.
 """
 
 from __future__ import annotations

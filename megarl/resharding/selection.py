@@ -68,8 +68,8 @@ def _refuse_single_experts(key: str, selected: Collection[str], names: Collectio
 
 
 def frozen_parameters(trained: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
-    """Return the local names of the holder's parameters that are not trained: those that the patterns select, and
-    multi-token prediction if its loss has no weight."""
+    """Return the local names of the holder's parameters that are not trained: those that the patterns select, and the
+    MTP layer's if the MTP loss has no weight."""
     key = f"{trained.section}.frozen"
     selected = select_tensors(key, trained.frozen_patterns, huggingface_holder(hf_config).shapes)
     mtp = [] if trains_mtp(hf_config) else [name for name in holder.shapes if MTP in name]

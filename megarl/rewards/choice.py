@@ -30,7 +30,7 @@ def choice_match(prompt: str, response: str, answer: Any) -> bool:
 
     A response selects the letter that makes up its last line, or else the last letter that it states as its answer:
     `\\boxed{B}`, `<answer>B</answer>`, "answer is B", "Answer: (B)". Only capital letters count, since "a" is a word.
-    Letters elsewhere are ignored, and a response that states no letter is wrong.
+    Letters elsewhere are ignored, and a response that states no letter counts as wrong.
 
     Raises:
         ValueError: the answer is not a single letter, such as "B" or "(b)".

@@ -55,8 +55,8 @@ class ClassifierReward:
         self._by_token = rewards_tokens and kind == "token" and settings.aggregation is None
 
     def reward(self, sample: Sample, scores: Sequence[float], reading: Reading | None = None) -> ModelReward:
-        """Return the sample's reward. `scores` has one score per sampled response token, or per token of the reading if
-        there is one. A sequence classifier's last score is the sample's score."""
+        """Return the sample's reward. `scores` contains one score per sampled response token, or per token of the
+        reading if there is one. A sequence classifier's last score is the sample's score."""
         issues = {} if reading is None else reading.issues
         if self._kind == "sequence":
             return ModelReward(scores[-1], issues=issues)

@@ -1,8 +1,8 @@
 """Rewards for programs: the last fenced code block in a response runs in a sandbox and is checked with tests or
 expected outputs.
 
-A program that fails, hangs or exceeds a limit is wrong. A response has no reward only if the sandbox fails or the row's
-tests are invalid.
+A program that fails, hangs or exceeds a limit counts as wrong. A response has no reward only if the sandbox fails or
+the row's tests are invalid.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ PROGRAM = "solution.py"
 
 
 def _text_of(name: str) -> str:
-    """Return the source of a sandboxed program: a module in this package that may import only code_channel from it."""
+    """Return the source of a sandboxed program: a module of this package whose only import from the package may be
+    code_channel."""
     channel, module = (Path(__file__).with_name(f"{file}.py").read_text() for file in ("code_channel", name))
     return f"""\
 import sys, types
@@ -139,7 +140,7 @@ async def _run_tests(provider: Provider, program: str, request: bytes) -> Finish
 
 async def _unless_killed(run: Callable[[], Awaitable[Finished]]) -> Finished:
     """Run a program. If it is killed, for example because memory ran out, run it again, up to RESTARTS times. A program
-    that kills itself each time is wrong."""
+    that kills itself each time counts as wrong."""
     finished = await run()
     for _ in range(RESTARTS):
         if not _was_killed(finished):

@@ -1,6 +1,6 @@
 """Reject reward functions with the signature of another trainer. The error shows a wrapper for them.
 
-They are not adapted automatically: which column has the prompt or the reference answer cannot be inferred from a
+They are not adapted automatically: which column contains the prompt or the reference answer cannot be inferred from a
 signature, and a wrong guess would train on wrong rewards.
 """
 

@@ -58,8 +58,8 @@ def _try_in_child(function: Callable[[], float], timeout_s: float) -> tuple[byte
 
 
 def _memory_limits() -> tuple[int, int]:
-    """Return the limits of a forked process's address space. A response that needs more memory is wrong, and the limit
-    keeps the kernel from killing the process."""
+    """Return the limits of a forked process's address space. A response that needs more memory counts as wrong, and the
+    limit keeps the kernel from killing the process."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     limit = psutil.Process().memory_info().vms + CHILD_BYTES
     return min([limit, *(each for each in limits if each != resource.RLIM_INFINITY)]), limits[1]

@@ -23,7 +23,8 @@ Order = Literal["both", "seeded"]
 (`both`), or in a random order for each pair (`seeded`)."""
 
 Verdict = float | str
-"""Fraction of the group's other responses that a response beats (half for a tie), or the reason why it is missing."""
+"""Fraction of the group's other responses that a response beats (half for a tie), or the reason why there is no
+fraction."""
 
 
 class Lost(str):

@@ -80,9 +80,9 @@ class MathMatch:
     is a number, 1e-05 in the response is read as a number, not as a term with Euler's number.
 
     Expressions are parsed and compared with math-verify (https://github.com/huggingface/Math-Verify). A response that
-    cannot be parsed and compared within timeout_s is wrong. An answer that cannot be parsed, or cannot be compared
-    with itself, is a failure. Expressions that may be expensive are evaluated in a forked process that can be killed.
-    For others, the timeout uses a signal, which only a process's main thread can receive.
+    cannot be parsed and compared within timeout_s counts as wrong. An answer that cannot be parsed, or cannot be
+    compared with itself, counts as a failure. Expressions that may be expensive are evaluated in a forked process that
+    can be killed. For others, the timeout uses a signal, which only a process's main thread can receive.
     """
 
     def __init__(self, timeout_s: int = 5, digits: int = 6, last_characters: int = 4000):

@@ -35,7 +35,7 @@ def expected_number(answer: Any) -> Fraction:
 def numeric_match(prompt: str, response: str, answer: Any) -> bool:
     """Return whether the last number in the response equals the answer as an exact rational: 1/2 = 0.5, but 0.33 ≠ 1/3.
     A number may have a sign, thousands separators (1,234), a decimal part (.5, 1.50), an exponent (1e-3) and a
-    denominator (3/4). Surrounding text ($12, 12%, 12 km) is ignored. A response without a number is wrong. Raise
+    denominator (3/4). Surrounding text ($12, 12%, 12 km) is ignored. A response without a number counts as wrong. Raise
     ValueError if the answer is not a number in this format."""
     value = expected_number(answer)
     numbers = list(_NUMBER.finditer(response))

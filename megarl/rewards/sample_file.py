@@ -25,7 +25,7 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
 
 SavedGroup = tuple[int, int, list[AnySample]]
-"""(prompt's row in the data, weight version with which its samples started, samples)."""
+"""(prompt's row in the data, weight version at the start of its samples, samples)."""
 
 _KINDS = CandidateIds, Conditioning, DraftCounts, Episode, LatentSample, Prompt, RolloutInfo, Sample, VersionRun
 CLASSES = {kind.__name__: kind for kind in _KINDS}

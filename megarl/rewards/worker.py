@@ -48,7 +48,7 @@ def main(
     sandbox: Mapping[str, Any] | None,
     sandbox_s: float,
 ) -> None:
-    """Serve calls until the parent closes the connection. `functions` has the label, name and options of each function.
+    """Serve calls until the parent closes the connection. `functions` lists each function's label, name and options.
     `sandbox` is the config's `sandbox` section, or None if no function may use sandboxes. Each sandbox is stopped after
     `sandbox_s` seconds."""
     try:

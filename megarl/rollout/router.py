@@ -66,7 +66,7 @@ class Router:
 
     def assign(self, sizes: Mapping[Any, int], excluded: Collection[str] = ()) -> dict[str, list[Any]]:
         """Assign each group to the engine that is expected to finish it first. Return groups by engine name. `sizes`
-        has the number of requests in each group. `excluded` engines receive groups only if no other engine is left."""
+        maps each group to its number of requests. `excluded` engines receive groups only if no other engine is left."""
         load, slowness = Counter(self.load), self._slowness()
         assigned = {name: [] for name in [name for name in self.live if name not in excluded] or self.live}
         for group, size in sizes.items():
@@ -178,7 +178,7 @@ class Submission:
 
     def collect(self, answers: Mapping[str, Sequence[Sequence[Any]] | Aborted]) -> list[str]:
         """Record the results of the placed groups. Return the lost engines whose loss the router has not seen yet.
-        `answers` has the samples of each rollout, or Aborted, by engine name, without lost engines."""
+        `answers` maps each live engine to the samples of its rollouts, or to Aborted."""
         self._router.load.subtract(self._requests)
         lost = [name for name in self._assigned if name not in answers]
         self._slow = []

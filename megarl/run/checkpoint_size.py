@@ -31,7 +31,8 @@ CUTS = 3
 rows before, the two parts of that row, and the rows after."""
 
 SAVED_APART = {".linear_fc1.weight": 2, ".in_proj.weight": 6, ".conv1d.weight": 3}
-"""Suffix of a Megatron parameter that fuses several matrices -> their number. They are saved separately."""
+"""Suffix of a Megatron parameter that fuses several matrices -> the number of these matrices, which are saved
+separately."""
 
 LOGGED_BYTES = 15
 """Bytes per response token in a rollout log: its text and its log-prob."""
@@ -41,7 +42,8 @@ RANK_BYTES = 26 * 1024
 
 
 def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
-    """Return the size of a checkpoint in bytes. `hf_configs` has the trained models' configs with their heads."""
+    """Return the size of a checkpoint in bytes. `hf_configs` contains the trained models' configs, including their
+    heads."""
     return sum(_model_bytes(config, config.placed(role), hf_config) for role, hf_config in hf_configs.items())
 
 

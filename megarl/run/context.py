@@ -131,7 +131,7 @@ class RunContext:
     ) -> Iterator[RunContext]:
         """Lock and open the run folder, and print the run summary. No process is started. Raise UserError if the folder
         is in use, `resume` does not name a valid checkpoint, or the disk has no space for a checkpoint. `config_paths`
-        has the model paths that the user wrote, by config key, if the config contains resolved paths."""
+        maps config keys to the model paths that the user wrote, if the config contains resolved paths."""
         num_bytes = saved_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):

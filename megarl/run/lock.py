@@ -21,7 +21,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error codes from file systems that are mounted without lock support, which is common for Lustre."""
 
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags that reject links. Another user may create one in a shared folder, and the lock file is overwritten."""
+"""Flags that reject links. Another user may create a link in a shared folder, and its target would be overwritten."""
 
 
 HOLDER_CHARACTERS = 200
@@ -31,10 +31,10 @@ HOLDER_CHARACTERS = 200
 @contextmanager
 def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Hold the exclusive lock for a run folder inside the context. The lock file is next to the folder, so the folder
-    itself may be moved or recreated. Only its owner can open it, because a user who can read a file can also lock it.
-    The kernel releases the lock when the process exits. After a node failure, a network file system may take some time
-    to release the lock. Wait up to `patience_s` seconds for the lock. Raise UserError if another process still holds
-    it, or the lock file cannot be created."""
+    itself may be moved or recreated. Only the owner can open the lock file, because a user who can read a file can also
+    lock it. The kernel releases the lock when the process exits. After a node failure, a network file system may take
+    some time to release the lock. Wait up to `patience_s` seconds for the lock. Raise UserError if another process
+    still holds it, or the lock file cannot be created."""
     file = folder.with_name(f".{folder.name}.lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,8 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _open(file: Path) -> int:
-    """Open the lock file, or create it. Raise UserError if it is not a regular file of this user, because its owner
-    could let others lock it."""
+    """Open the lock file, or create it. Raise UserError if it is not a regular file of this user, because another owner
+    could let any user lock it."""
     descriptor = os.open(file, FLAGS, 0o600)
     try:
         status = os.fstat(descriptor)

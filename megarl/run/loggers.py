@@ -80,7 +80,7 @@ ETA_STEPS = 10  # short, because step time drifts with response length
 class ConsoleSink:
     """A sink that prints a line per step, and the header every HEADER_EVERY lines. Missing metrics are shown as "–".
     `cut` is the fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the
-    step's updates. For offline data, the columns are those of the first step's metrics."""
+    step's updates. For offline data, the first step's metrics determine the columns."""
 
     def __init__(
         self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False, has_images: bool = False

@@ -119,8 +119,8 @@ def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, Prompt
 
 
 def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: Path) -> PromptSet:
-    """Return the prompts in an evaluation set, with the columns that its environment or reward functions need. The
-    reward functions are tried. Raise UserError, which names the set, if it is invalid."""
+    """Return the prompts in an evaluation set, with the columns that its environment or reward functions need. Try the
+    reward functions on rows of the set. Raise a UserError that names the set if the set is invalid."""
     set_config = config_of_set(config, settings)
     try:
         pool = _function_pool(set_config)
@@ -222,8 +222,8 @@ def _require_embeddings(model_folder: Path, rows: Iterable[tuple[str, NDArray[np
 
 
 def _check_rows(config: Config, pool: FunctionPool | None, data: PromptSet) -> None:
-    """Check all rows with the built-in functions, judge and environment that need an answer. If a row does not pass,
-    they would fail on every response to it."""
+    """Check all rows with the built-in functions, judge and environment that need an answer. For a row that does not
+    pass, they would fail on every response."""
     if pool is not None:
         check_rows(config, pool, data.prompts)
     if config.has_reward_model and config.reward_model.judges:

@@ -46,7 +46,7 @@ class Saver:
         sealed: Callable[[Checkpoint], object] = lambda _: None,
     ):
         """`num_bytes` is the size of one checkpoint, which also stores `data_hash` and the identities `models`.
-        `evaluated` has earlier values of evaluation.best.metric by step. `sealed`: see Checkpoints.commit."""
+        `evaluated` maps earlier steps to their values of evaluation.best.metric. `sealed`: see Checkpoints.commit."""
         self._sealed = sealed
         self._evaluated = dict(evaluated or {})
         self._config, self._num_bytes = config, num_bytes
@@ -96,8 +96,8 @@ class Saver:
             self.finish()
 
     def finish(self) -> bool:
-        """Wait for the checkpoint in progress, if any, complete it, and remove those beyond checkpoint.keep. Return
-        False if a rank was lost before its files were on disk. The checkpoint is then abandoned."""
+        """Wait for the checkpoint in progress, if any, complete it, and remove checkpoints beyond checkpoint.keep.
+        Return False if a rank was lost before its files were on disk. The checkpoint is then abandoned."""
         if self._unfinished is None:
             return True
         unfinished = self._unfinished
@@ -196,7 +196,7 @@ class Unfinished:
             return True
 
     def finish(self) -> list[FileRecord] | None:
-        """Wait until all files are on disk, and return their records; None if a rank was lost before that."""
+        """Wait until all files are on disk, and return their records; None if a rank was lost in the meantime."""
         if self._lost_ranks:
             return self.files()
         try:

@@ -25,7 +25,7 @@ CAUSES: Mapping[str, str] = {
     "finish": "export, report and shutdown",
     "detection": "failure detection",
     "restart": "restart after a failure",
-    "repeated": "steps done again",
+    "repeated": "repeated steps",
     "queue": "waiting in Slurm's queue",
     "spare": "spare nodes and unused devices",
     "unexplained": "not recorded",
@@ -36,7 +36,7 @@ KEPT = ("rollout", "long_rollouts", "idle_trainers", "reward", "train", "idle_en
 """Causes inside the steps whose results were kept. Goodput is their share of the allocated time."""
 
 LOST_WITH_STEP = (*KEPT, "evaluation")
-"""Causes that become `repeated` if their step is done again."""
+"""Causes that become `repeated` if their step is repeated."""
 
 DETECT, RECOVER = "detect", "recover"
 """Prefixes of the tasks of the driver while it finds a failure, and while it replaces lost processes."""
@@ -66,7 +66,7 @@ Seconds = dict[str, float]
 
 
 def of_cause(seconds: Mapping[str, float], cause: str) -> float:
-    """Return the device-seconds of a cause with its parts."""
+    """Return the device-seconds of a cause, including those of its parts."""
     return sum(value for name, value in seconds.items() if name.partition("/")[0] == cause)
 
 
@@ -127,7 +127,7 @@ def step_seconds(
 
     The driver's phases divide the interval. In each phase, a device computes, or waits for the longest rollouts or for
     the devices of other roles. A phase is recorded when it is complete, so time outside phases before the end of the
-    last recovery is work that is done again.
+    last recovery is work that is repeated.
 
     Args:
         spans: spans of the trace. Of the driver's overlapping ones, the one that began last counts.

@@ -62,7 +62,7 @@ class TimeLedger:
     """The device-seconds of a run by cause, over all of its allocations.
 
     Attributes:
-        intervals: in chronological order, without the time between allocations, except for that in Slurm's queue.
+        intervals: in chronological order. Of the time between allocations, only waits in Slurm's queue are included.
         num_steps: number of kept steps.
         num_devices: number of devices of the newest allocation.
         is_restart: whether the newest attempt follows one that failed or was killed.
@@ -82,7 +82,7 @@ class TimeLedger:
         return add(interval.seconds for interval in self.intervals)
 
     def rows(self) -> list[CauseRow]:
-        """Return the causes with their shares, without those that took less than 0.05 % and are not predicted."""
+        """Return the causes with their shares, except causes below 0.05 % that are not predicted."""
         seconds = self.seconds
         total, per_step = sum(seconds.values()), self.num_devices * self.num_steps
         found = [
@@ -150,7 +150,7 @@ def _count(number: int, noun: str) -> str:
 
 def read_ledger(run: Path, now: float | None = None) -> TimeLedger:
     """Read the ledger of the run in the folder `run`. Damaged and deleted records are not errors: their time is
-    `unexplained`. `now` ends the newest allocation; None: its last complete record does."""
+    `unexplained`. The newest allocation ends at `now`; None: at its last complete record."""
     return replace(make_ledger(read_times(run), Attempts(run).readable(), now), predicted=_predicted(run))
 
 
@@ -298,7 +298,7 @@ def _fill(allocation: _Allocation, devices: float) -> Iterator[Interval]:
 
 
 def _scaled(row: Row, length: float, of_attempt: int, devices: float) -> Seconds:
-    """Return the seconds of a row for a part of it with this length, which add up to its time on all devices."""
+    """Return the device-seconds of a part of a row. They add up to `length` times `devices`."""
     total = sum(row.seconds.values())
     most = (row.end - row.begin) * of_attempt
     is_complete = total > 0 and most - total < ROUNDING * most + ROUNDING_S

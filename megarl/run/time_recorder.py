@@ -86,7 +86,7 @@ class TimeRecorder:
 
     def end(self, step: int, outcome: str) -> None:
         """Record the end of the attempt. step: the last step that has begun. If its metrics are not recorded, it will
-        be done again."""
+        be repeated."""
         now = time.time()
         if self._is_started:
             cause, spans = "repeated" if step > self._step else "finish", self._spans.read()
@@ -124,7 +124,7 @@ class TimeRecorder:
 
 
 def _replaced(seconds: Mapping[str, float], cause: str) -> Seconds:
-    """Return the device-seconds of a step with the causes that depend on its result replaced by one cause."""
+    """Return a step's device-seconds with all causes that depend on the step's outcome merged into `cause`."""
     replaced: defaultdict[str, float] = defaultdict(float)
     for name, value in seconds.items():
         replaced[cause if name in (*LOST_WITH_STEP, "unexplained") else name] += value

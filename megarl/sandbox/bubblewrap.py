@@ -106,8 +106,8 @@ def _python_folders() -> list[str]:
 
 @cache
 def _other_user(bubblewrap: str) -> list[str]:
-    """Return the prefix with which root runs a command as nobody. If the user nobody cannot enter the folders of the
-    Python installation, the prefix also creates a view of the file system in which it can."""
+    """Return the command prefix that lets root run a command as nobody. If the user nobody cannot enter the folders of
+    the Python installation, the prefix also creates a view of the file system in which it can."""
     setpriv = [shutil.which("setpriv") or "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
     closed = [(folder, parent) for folder in _python_folders() if (parent := _closed_parent(Path(folder))) is not None]
     if not closed:

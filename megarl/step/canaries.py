@@ -157,8 +157,8 @@ class Canaries:
     def _differences(
         self, answers: Mapping[str, Answers], scorings: Sequence[tuple[str, Scoring]]
     ) -> list[dict[str, float]]:
-        """Return the mean absolute log-prob difference per token, in nats, over each engine's responses. The result has
-        one mapping by engine name for each pair of kind and scoring in `scorings`."""
+        """Return the mean absolute log-prob difference per token, in nats, over each engine's responses. The result
+        contains one mapping by engine name for each pair of kind and scoring in `scorings`."""
         actor, trained = self.workers.actor, self.workers.trained
 
         def score() -> Pending[list[dict[str, list[float]]]]:

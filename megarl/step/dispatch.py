@@ -25,9 +25,9 @@ def updates_of(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def epochs_of(config: Config, groups: Sequence[Group], step: int) -> list[list[list[Group]]]:
-    """Return the groups per update per epoch, split as in `updates_of`. The first epoch keeps the order of the groups.
-    Later epochs shuffle them with a seed derived from run.seed, the step and the epoch. The groups within an update
-    keep their order, so if an epoch is a single update, all epochs are identical."""
+    """Return, for each epoch, the groups of each update, split as in `updates_of`. The first epoch keeps the order of
+    the groups. Later epochs shuffle them with a seed derived from run.seed, the step and the epoch. The groups within
+    an update keep their order, so if an epoch is a single update, all epochs are identical."""
     orders = [range(len(groups)), *(_drawn(config, len(groups), step, n) for n in range(1, config.batch.epochs))]
     return [updates_of(config, [groups[i] for i in order]) for order in orders]
 
@@ -53,8 +53,8 @@ def dispatch(
     """Return each data-parallel rank's batch for one update: its samples, with their weights in the loss, and its
     microbatches. The denoising steps of an image are dispatched separately. For pairwise objectives, the samples of a
     pair must be adjacent, with the better one first. A pair is never split. `scores` are token scores from other
-    models, by name in TokenBatch. If they include process_reward, these rewards are subtracted from the sample's scalar
-    reward, of which they are a part."""
+    models, keyed by their names in TokenBatch. If they include process_reward, these rewards are subtracted from the
+    sample's scalar reward, which includes them."""
     objective = config.algorithm.objective
     num_tokens = [_counted_tokens(config, role, sample) for sample in samples]
     prompts = [sample.group for sample in samples]

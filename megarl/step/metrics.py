@@ -18,8 +18,8 @@ from megarl.environments.protocol import StopReason
 def step_metrics(
     config: Config, groups: Sequence[Sequence[SampleRef]], watch: Stopwatch, version: int
 ) -> dict[str, float]:
-    """Return metrics on the step's samples, phase durations and weight versions. `groups` has all samples, by prompt.
-    Length metrics exclude greedy rollouts, which are not trained on."""
+    """Return metrics on the step's samples, phase durations and weight versions. `groups` contains all samples, grouped
+    by prompt. Length metrics exclude greedy rollouts, which are not trained on."""
     samples = sampled = [sample for group in groups for sample in group]
     if config.samples_greedily:
         greedy = {group[-1].rollout_id for group in groups}

@@ -31,7 +31,7 @@ class Group:
     """The pending rollouts for one prompt.
 
     Attributes:
-        item: the prompt's row in the data, and the weight version with which its rollouts started.
+        item: the prompt's row in the data, and the weight version at the start of its rollouts.
         order: position among all groups in this attempt.
         place: position among the groups that were submitted together, and so in the result of `pending`.
     """

@@ -29,7 +29,7 @@ def step_record(
     """Return the record of a step.
 
     Args:
-        draws: the rows of the groups in `sampled`, and those of other groups.
+        draws: the rows of the groups in `sampled` and of all other groups that the step drew, took or dropped.
         sampled: all samples, by group.
         scores: their scores, in order.
         scored: the samples with a score, by group.

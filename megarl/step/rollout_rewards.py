@@ -95,8 +95,8 @@ def reward_from_others(
     token_reward_totals: Totals,
     kl_reward_totals: Totals,
 ) -> float:
-    """Return the part of the reward R that the other samples of the item's rollout add to its scalar reward. The item's
-    rank adds the item's own part, computed from its tokens."""
+    """Return the contribution of the rollout's other samples to the item's scalar reward, R. The item's rank adds the
+    item's own part, computed from its tokens."""
     others = [other for other in rollout if other.id != item.id]
     kl = total_of(others, kl_reward_totals).total
     if not advantage.credits_to_go:

@@ -62,9 +62,9 @@ class PendingPrompt:
     """A row in the data whose rollouts have started but have not been trained on.
 
     Attributes:
-        version: the weight version with which the rollouts first started. If they were dropped, it is the version with
-            which they may restart.
-        draw: number of rows that the run drew before this one. It tells apart draws of the same row.
+        version: weight version when the rollouts first started; if they were dropped, the version from which they may
+            restart.
+        draw: number of rows that the run drew before this one. It distinguishes draws of the same row.
     """
 
     row: int
@@ -74,7 +74,8 @@ class PendingPrompt:
 
 @dataclass
 class RunState:
-    """The driver's state after `step` steps, from which a run can resume. The weight version is then also `step`."""
+    """The driver's state after `step` steps, from which a run can resume. The weight version at that point is also
+    `step`."""
 
     step: int
     cursor: PromptCursor | WeightedCursor

@@ -40,7 +40,7 @@ def reward_tokens(
 ) -> TokenRewards:
     """Combine the per-token rewards that are already known (from a reward model, or assigned to turns) with the
     implicit reward model's rewards and, with algorithm.kl.placement=reward, the KL rewards. The implicit reward model
-    then trains on the samples. `updates` has the groups in each update, and `process_rewards` the known rewards."""
+    then trains on the samples. `updates` lists the groups of each update; `process_rewards` holds the known rewards."""
     samples = [samples_of(update) for update in updates]
     actor, implicit_reward, tasks = workers.actor, workers.implicit_reward, {}
     if implicit_reward is not None:

@@ -60,7 +60,7 @@ def _prepare_pairs(
     config: Config, workers: Workers, epochs: Sequence[Sequence[Sequence[Group]]], number: int
 ) -> StepUpdates:
     """Prepare updates on the best and the worst sample in each group. Leave out updates in which every group is tied.
-    `epochs` has the groups per update per epoch."""
+    `epochs` lists, for each epoch, the groups of each update."""
     pairs = [[samples for update in updates if (samples := best_and_worst(update))] for updates in epochs]
     batches = _dispatch_with_passes(config, workers, pairs, TokenRewards({}), number)
     num_groups, num_pairs = sum(map(len, epochs[0])), sum(map(len, pairs[0])) // 2
@@ -68,7 +68,7 @@ def _prepare_pairs(
 
 
 def best_and_worst(groups: Sequence[Sequence[SampleRef]]) -> list[SampleRef]:
-    """Return the first best and worst sample in each group, unless all of its rewards are equal."""
+    """Return the first best and the first worst sample of each group whose rewards are not all equal."""
     pairs = []
     for group in groups:
         best, worst = (choose(group, key=lambda item: item.reward) for choose in (max, min))
@@ -85,7 +85,8 @@ def _dispatch_with_passes(
 ) -> dict[Role, list[Updates]]:
     """Dispatch the samples, and run the forward-only passes that the updates need on the first epoch's batches: the
     critic's values and the policies' log-probs. Return each epoch's batches for the models that this step trains, which
-    is only the critic in the first critic.warmup_steps steps. `epochs` has the samples per update per epoch."""
+    is only the critic in the first critic.warmup_steps steps. `epochs` lists, for each epoch, the samples of each
+    update."""
     actor, critic, trains_actor = workers.actor, workers.critic, config.trains_actor_in(number)
 
     def dispatched(group: TrainerGroup, role: Role) -> list[Updates]:

@@ -137,7 +137,7 @@ def test_page_fits_a_narrow_window(run: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def compared(run: Path) -> str:
-    """The address of a comparison with a run that learns faster and has another caption for one of two prompts."""
+    """The address of a comparison with a run that learns faster and has a different caption for one of two prompts."""
     other = write_run(run.parent / "digits-with-a-larger-learning-rate", NUM_STEPS, first_noise=40)
     for file in (other / "evaluations" / "digits").glob("*.jsonl"):
         file.write_text(file.read_text().replace("photo of the digit 8", "drawing of the digit 8"))
@@ -145,7 +145,7 @@ def compared(run: Path) -> str:
 
 
 def test_comparison_has_a_column_per_run(compared: str, tmp_path: Path) -> None:
-    """The evaluations of a sample are side by side, and each has the runs in the same order."""
+    """The evaluations of a sample are side by side, and each lists the runs in the same order."""
     with browse_with(tmp_path, compared) as tab:
         take_pictures(tab, "image_comparison", "#common-images")
         rows, names = tab.eval(COMPARISON), ["digits", "digits-with-a-larger-learning-rate"]

@@ -114,7 +114,7 @@ def browse(address: str, folder: Path, *options: str, wait_ms: int = 1000) -> tu
 
 
 def with_controls(page: Path, **controls: str) -> str:
-    """Copy the page with other initial values of its controls. Return the copy's address."""
+    """Copy the page with different initial values of its controls. Return the copy's address."""
     text = page.read_text(encoding="utf-8")
     for control, value in controls.items():
         select = re.search(rf'<select id="{control}".*?</select>', text, re.DOTALL)[0]

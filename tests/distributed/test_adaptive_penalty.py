@@ -76,7 +76,7 @@ def restored(store, rank: int, config: Config, folder: Path, saved: Config) -> t
     ],
 )
 def test_changed_coefficients_replace_adapted_ones(tmp_path: Path, kl: str, penalty: str, expected) -> None:
-    """A checkpoint has the adapted coefficients. They must not hide a change of the config."""
+    """A checkpoint contains the adapted coefficients, which must not hide a change of the config."""
     folder = write_tiny_llama(tmp_path)
 
     def settings(kl: str, penalty: str) -> Config:

@@ -256,14 +256,14 @@ KEPT, TRAINED = "actor.mtp.loss_coefficient=0.0", "actor.mtp.loss_coefficient=0.
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("key", [KEPT, TRAINED])
-def test_prediction_layer_survives_a_round_trip(latent, latent_reference, tmp_path, key):
+def test_mtp_layer_survives_a_round_trip(latent, latent_reference, tmp_path, key):
     model = add_mtp_layer(shutil.copytree(latent, tmp_path / "model"))
     check_round_trip(model, latent_reference, tmp_path, PAIRS_WITH_LATENT_ATTENTION["TP2, EP2, ETP1 and PP2"], key)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("key", [KEPT, TRAINED])
-def test_separate_prediction_layer_survives_a_round_trip(recurrent, tmp_path, key):
+def test_separate_mtp_layer_survives_a_round_trip(recurrent, tmp_path, key):
     model = add_mtp_layer(shutil.copytree(recurrent, tmp_path / "model"))
     check_round_trip(model, None, tmp_path, PAIRS_WITH_DELTA_NETS["PP2, EP2 and TP2, SP"], key)
 

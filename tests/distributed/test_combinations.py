@@ -1,5 +1,5 @@
-"""Estimators, objectives, aggregations and forms of the KL combine freely. In any layout, loss and gradients equal
-those of plain Hugging Face and torch, which process one sample at a time.
+"""Estimators, objectives, aggregations and forms of the KL combine freely. In any layout, loss and gradients match
+plain Hugging Face and torch, which process one sample at a time.
 
 Each estimator is paired with each objective, and both with every aggregation and every correction. Each form of the KL
 occurs in at least two cases. `make test` runs every fifth case.

@@ -77,8 +77,8 @@ def run(
     per_microbatch: int,
     factors: dict[str, torch.Tensor] | None = None,
 ) -> Result:
-    """Run forward and backward passes on one rank. With `factors`, all other parameters are frozen, and the result has
-    the factors' holder and gradients."""
+    """Run forward and backward passes on one rank. With `factors`, all other parameters are frozen, and the result
+    contains the factors' holder and gradients."""
     settings = config_of(folder, *overrides).actor
     config = json.loads((folder / "config.json").read_text())
     parallel.initialize(settings.layout, store, rank, seed=0, timeout_s=WAIT_S)

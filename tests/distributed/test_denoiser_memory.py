@@ -128,7 +128,7 @@ def test_closed_form_of_stable_diffusion_3_matches_measured_memory(tmp_path, cas
 
 def _more_on_cpu(shape: DenoiserShape, layout: Layout, num_bytes: int) -> float:
     """Return the bytes per token and layer that norms keep on CPU in addition to the GPU's kernels: their outputs, and
-    their inputs in float32. In float32, the inputs of the queries' and keys' norms are no copies."""
+    their inputs in float32. In float32, the inputs of the queries' and keys' norms are not copies."""
     sequence = layout.tp if layout.sequence_parallel else 1
     heads = FLOAT32 * 2 * shape.query / layout.tp if num_bytes < FLOAT32 else 0
     return 4 * shape.hidden * (2 * FLOAT32 - num_bytes) / sequence + heads

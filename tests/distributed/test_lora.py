@@ -528,9 +528,9 @@ MULTI_TOKEN = {
 
 
 @pytest.mark.parametrize("case", exhaustive_but(MULTI_TOKEN, "GLM-4.6: TP2, SP, EP2, ETP1"))
-def test_prediction_layer_is_kept_beside_adapters(tmp_path, case):
-    """The layer has no adapters, and the others are the same bits as without it. It is as in the base model after a
-    resume, for engines and in the merged folder."""
+def test_mtp_layer_is_kept_with_adapters(tmp_path, case):
+    """The MTP layer has no adapters, and the other layers are bit-identical to a run without it. After a resume, in
+    engines and in the merged folder, the layer is the same as in the base model."""
     family, sizes, layout = MULTI_TOKEN[case]
     folder = add_mtp_layer(write_tiny_model(tmp_path / "model", family, **sizes))
     base, outcomes = load_file(folder / "model.safetensors"), []

@@ -206,7 +206,7 @@ def test_closed_form_matches_measured_memory(folders, case):
 
 def _more_on_cpu(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
     """Return the bytes per token and layer that norms keep on CPU in addition to the GPU's kernels: their outputs, and
-    their inputs in float32. In float32, the inputs of the queries' and keys' norms are no copies."""
+    their inputs in float32. In float32, the inputs of the queries' and keys' norms are not copies."""
     sequence = layout.tp if layout.sequence_parallel else 1
     more = 2 * shape.hidden * (2 * FLOAT32 - num_bytes) / sequence
     if shape.latent:

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction is kept or trained, and does not change the policy's training."""
+"""An MTP layer, frozen or trained, does not change the policy's training."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def trained(folder: Path, layout: str, *overrides: str, updates=(GROUPS,), **pac
 
 
 @pytest.mark.parametrize("case", exhaustive_but(CASES, "GLM-4.6: TP2, SP, EP2, ETP1", "Qwen3.5, tied: PP2"))
-def test_prediction_layer_is_kept_and_changes_nothing(tmp_path, case):
+def test_mtp_layer_is_kept_and_changes_nothing(tmp_path, case):
     """The policy's gradients and updated weights are the same bits as without the layer."""
     family, sizes, layout = CASES[case]
     folder = add_mtp_layer(write_tiny_model(tmp_path / "model", family, **sizes))
@@ -97,8 +97,8 @@ TRAINED_CASES = {
 
 
 @pytest.mark.parametrize("case", exhaustive_but(TRAINED_CASES, "GLM-4.6: TP2, SP, EP2, ETP1", "DeepSeek-V3: PP2"))
-def test_trained_prediction_layer_matches_reference(tmp_path, case):
-    """The layer's loss, gradients and weights after two updates are the reference's. The policy's gradient in the first
+def test_trained_mtp_layer_matches_reference(tmp_path, case):
+    """The layer's loss, gradients and weights match the reference after two updates. The policy's gradient in the first
     update has the same bits as with the layer frozen."""
     family, sizes, layout, *overrides = TRAINED_CASES[case]
     folder = add_mtp_layer(write_tiny_model(tmp_path / "model", family, **sizes))
@@ -133,7 +133,7 @@ SEPARATE = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.wei
 
 
 class MtpReference(GrpoReference):
-    """GRPO with the loss of multi-token prediction, one sample at a time."""
+    """GRPO with the MTP loss, one sample at a time."""
 
     def __init__(self, folder: Path, deeper: Path):
         super().__init__(folder, LR, EPS, TEMPERATURE)

@@ -1,5 +1,5 @@
-"""Every objective, aggregation, correction and KL form through Megatron. In any layout, loss and gradients equal those
-of plain Hugging Face and torch, which process one sample at a time."""
+"""Every objective, aggregation, correction and KL form through Megatron. In any layout, loss and gradients match plain
+Hugging Face and torch, which process one sample at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates through Transformer Engine's layers, as on GPUs, against transformers.
+"""Updates through Transformer Engine's layers, as on GPUs, compared with transformers.
 
 Torch replaces its kernels (tests/transformer_engine.py). The rest is Transformer Engine's Python code, in a separate
 process whose Megatron imports it.
@@ -158,7 +158,7 @@ def test_windows_and_sinks_use_our_attention(trained, folders, case):
 
 @pytest.mark.parametrize("recipe", FP8)
 def test_matrix_products_use_the_configured_fp8_recipe(trained, folders, recipe):
-    """The fake kernels do not round to fp8, so the gradients equal those of bfloat16."""
+    """The fake kernels do not round to fp8, so the gradients match bfloat16."""
     layers = ("TELayerNormColumnParallelLinear", "TERowParallelLinear")
     assert trained[recipe].quantized == {(layer, *FP8[recipe][:2]) for layer in layers}
     cases = recipe, "bfloat16"

@@ -1,4 +1,4 @@
-"""Tasks of the learning runs. Their optimum is known, so they measure a model's share of it.
+"""Tasks of the learning runs. The optimum of each task is known, so a run's result is a share of the optimum.
 
 A task writes a run's data. For the control, rewards, answers or preferences are assigned to other samples. The share is
 0 or small at the start and 1 at the optimum.

@@ -227,8 +227,8 @@ def changed(folder: Path, target: Path) -> Path:
 
 
 def adapted(folder: Path, target: Path, alpha: int) -> Path:
-    """Write a copy of a model into which PEFT has merged random adapters. The layer for multi-token prediction, which
-    transformers does not load, is the original one."""
+    """Write a copy of a model into which PEFT has merged random adapters. The MTP layer, which transformers does not
+    load, is the original one."""
     adapters = write_adapters(target.with_suffix(".adapters"), folder, RANK, alpha)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     merged = target.with_suffix(".merged")

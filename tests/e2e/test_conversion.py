@@ -1,4 +1,5 @@
-"""A model converted to Megatron's format, through two layouts and back, agrees in vLLM and transformers."""
+"""After conversion to Megatron's format, through two layouts and back, vLLM and transformers agree on a model's
+log-probs."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def _sample(folder: Path) -> list[Sample]:
 
 
 def assert_log_probs_are_of(folder: Path, samples: list[Sample]) -> None:
-    """Check that the samples' log-probs equal those of the folder's model in transformers."""
+    """Check that transformers computes the same log-probs for the samples with the folder's model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert len(samples) == 3
     for sample in samples:

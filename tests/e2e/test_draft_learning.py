@@ -1,4 +1,4 @@
-"""A layer for multi-token prediction that is trained with the policy keeps drafting tokens that engines accept."""
+"""Engines keep accepting draft tokens from an MTP layer that is trained with the policy."""
 
 from __future__ import annotations
 

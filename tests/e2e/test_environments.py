@@ -119,7 +119,7 @@ def test_advantages_are_grpo_over_rollouts(run):
 
 
 def test_engine_logprobs_equal_transformers(run):
-    """The log-probs of every turn, given its context, equal those of a plain forward pass of the initial model."""
+    """The log-probs of every turn, given its context, match a plain forward pass of the initial model."""
     fine = [row for row in rows_of(run) if row["step"] == 1 and row["rollout_id"].startswith("1.0.")]
     assert len(fine) == 4
     for row in fine:

@@ -437,7 +437,7 @@ OVER_TWO_WORKERS = (
     *("GLM-4.6", "Qwen3.5", "Qwen3.5, experts", "Qwen3-Next", "gpt-oss"),
 )
 EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1), ("GLM-4.6", 1)}
-"""Padded experts, tied dense weights with adapters, gated delta nets, and drafts beside adapters. The others are
+"""Padded experts, tied dense weights with adapters, gated delta nets, and drafts with adapters. The others are
 exhaustive. An engine with two workers is in the cluster test of colocated PPO, and a refit of running requests in
 test_rollouts_ahead.py."""
 
@@ -457,7 +457,7 @@ BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2), ("gpt-oss, MXFP4", 1)]
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1), ("Qwen3.5, experts", 1), ("GLM-4.6", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 DRAFTING = [("GLM-4.6", 1)]
-"""Cases whose engine drafts tokens with the layer for multi-token prediction, which has no adapters."""
+"""Cases whose engine drafts tokens with the MTP layer, which has no adapters."""
 OWN_DRAFTS = "rollout.speculative.method=mtp"
 
 
@@ -831,9 +831,8 @@ FP8_MODELS = {
 
 @pytest.mark.parametrize("name", exhaustive_but(FP8_MODELS, "DeepSeek-V3, drafts"))
 def test_fp8_block_engine_equals_vllm_quantization(name, tmp_path, remotes):
-    """After two in-place refits with weights quantized by the trainer, the engine equals a fresh one that quantizes
-    the exported model itself. DeepSeek-V3's engine drafts tokens with the layer for multi-token prediction, which the
-    updates train."""
+    """After two in-place refits with weights quantized by the trainer, the engine equals a fresh one that quantizes the
+    exported model itself. DeepSeek-V3's engine drafts tokens with the MTP layer, which the updates train."""
     model_type, changes = FP8_MODELS[name]
     folder = write_tiny_model(tmp_path / "model", model_type, **BLOCKS | changes, tie_word_embeddings=False)
     common, drafts = ["model.dtype=bfloat16"], "drafts" in name
@@ -874,7 +873,7 @@ def test_fp8_block_engine_equals_vllm_quantization(name, tmp_path, remotes):
     by_loader = [replace(whole[0], name="vllm:0.0")]
     arguments = make_plan(sources, by_loader, BUCKET_BYTES), shared_memory, by_loader, True
     if drafts:
-        with pytest.raises(UserError, match="repack weights, so refits cannot write the layer for multi-token"):
+        with pytest.raises(UserError, match="repack weights, so refits cannot write the MTP layer"):
             engine.call("connect", *arguments)
         return
     engine.call("connect", *arguments)

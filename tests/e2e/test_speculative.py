@@ -1,4 +1,4 @@
-"""Speculative decoding leaves tokens, log-probs and weight versions as they are without it."""
+"""Speculative decoding does not change tokens, log-probs or weight versions."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Repository:
         return subprocess.run([".ci/run", *arguments], cwd=self.folder, env=environment, capture_output=True, text=True)
 
     def due(self) -> list[str]:
-        """Return the parts that CI runs beside the cluster tests."""
+        """Return the parts that CI runs in parallel with the cluster tests."""
         done = self.run()
         assert done.returncode == 0, done.stderr
         lint, test, *beside = done.stdout.splitlines()

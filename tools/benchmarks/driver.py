@@ -344,13 +344,13 @@ def measure_start(arguments: argparse.Namespace, scratch: Path, folder: Path) ->
             remote=lambda *_: stub_handle(stubs[process.index % ANSWERING], process.index)
         )
         trainers = TrainerGroup(session, config, "actor", folder, placement.trainers)
-        lap("start of the ranks", lambda: trainers.start().result())
+        lap("start the ranks", lambda: trainers.start().result())
         engines = EngineGroup(session, config, folder, placement.engines)
-        lap("start of the engines", lambda: engines.start().result())
+        lap("start the engines", lambda: engines.start().result())
         whole = huggingface_holder(hf_config, config.model.dtype)
-        export_plan = lap("plan of the export", make_plan, trainers.holders, [whole])
+        export_plan = lap("plan the export", make_plan, trainers.holders, [whole])
         refit = Refit(session, config, trainers, engines, export_plan)
-        metrics: dict[str, Metric] = lap("first refit, with its plan", refit.run, 0)
+        metrics: dict[str, Metric] = lap("plan and run the first refit", refit.run, 0)
     assert metrics["engines/alive"].value == config.rollout.replicas
     return {
         "model": model,

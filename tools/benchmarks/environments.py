@@ -1,6 +1,6 @@
 """Measure multi-turn rollouts with a slow tool on a tiny model: the engine's idle time, the CPU time per turn outside
-the model, and the prefix cache hits of later turns. The processes are those of a run: an engine, the process beside it
-that runs the rollouts, and the environments' processes.
+the model, and the prefix cache hits of later turns. The processes are the same as in a run: an engine, the process that
+runs its rollouts, and the environment processes.
 
 .venv/bin/python tools/benchmarks/environments.py --out tools/benchmarks/results/environments.json
 """

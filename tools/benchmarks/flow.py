@@ -97,8 +97,9 @@ def measure(_: object, work: Path) -> dict[str, Any]:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """Measure each side in processes of its own, alternately, because the machine's speed drifts, and its memory in
-    another one, because returning freed memory is slow. The fastest batch of the plain loops counts."""
+    """Measure the sides in separate processes, alternating between them because the machine's speed drifts. Measure the
+    memory of each side in another process, because returning freed memory is slow. The fastest batch of the plain loops
+    counts."""
     samples = in_new_process(sampled, case)
     found: dict[str, Any] = {"caption_tokens": [len(sample.embedding.tokens) for sample in samples]}
     # An update needs the transformer's weights, their gradients and Adam's state.

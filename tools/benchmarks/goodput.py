@@ -1,8 +1,9 @@
-"""Simulate the goodput of runs on many GPUs whose failures come at published rates, from measured recovery times.
+"""Simulate the goodput of runs on many GPUs whose failures occur at published rates, from measured recovery times.
 
 .venv/bin/python tools/benchmarks/goodput.py --run RUN --out tools/benchmarks/results/goodput.json
 
-RUN is the folder of a run that was killed and resumed at least once. Its ledger of time has the seconds of a restart.
+RUN is the folder of a run that was killed and resumed at least once. The run's time ledger contains the seconds of a
+restart.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def measured_restart(run: Path) -> dict[str, float]:
 
 
 def models(restart: Mapping[str, float]) -> dict[str, FailureModel]:
-    """Return the model of each recovery on GPUS devices, with Llama 3's failure rate. A restart on as many devices
-    takes the driver longer by its measured CPU time to start them."""
+    """Return the model of each recovery on GPUS devices, with Llama 3's failure rate. On as many devices, a restart
+    takes longer by the driver's measured CPU time to start the ranks."""
     from megarl.cluster.nodes.gathering import NODE_LOSS_S  # imports Ray
 
     driver_s = sum(json.loads(START.read_text())["driver_cpu_seconds"].values())

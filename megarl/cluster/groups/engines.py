@@ -255,7 +255,7 @@ class EngineGroup(ReplicaGroup):
         self._actors[name].abort.remote(groups)
 
     def _sample(self, listener: ActorHandle | None, requests: Mapping[str, Sequence[Request]]) -> Pending[Answered]:
-        """Sample each engine's requests. The result has one rollout with one sample per request."""
+        """Sample each engine's requests. The result contains one rollout with one sample per request."""
         count = len(self.sample_fields)
         refs = {
             name: self._actors[name].generate.options(num_returns=1 + count * len(part)).remote(part, listener)
@@ -288,11 +288,12 @@ class EngineGroup(ReplicaGroup):
         return self._run_on_each(self._info, texts)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> Pending[dict[str, list[str] | None]]:
-        """Compare every engine's weights with checksums. The result has Engine.differing's lines by engine name."""
+        """Compare every engine's weights with checksums. The result maps each engine's name to the lines of
+        Engine.differing."""
         return self._run_on_each(self._differing, share(expected))
 
     def _run_on_each(self, call: RemoteCall[T, Any, *Ts], *arguments: *Ts) -> Pending[dict[str, T]]:
-        """Run a method on every engine. The result has the return values by engine name, without lost engines."""
+        """Run a method on every engine. The result maps the name of each live engine to its return value."""
 
         def drop_lost(answers: Answers) -> dict[str, T]:
             self.drop(answers.lost, "refit")
@@ -343,7 +344,8 @@ class ImageEngineGroup(EngineGroup):
         return diffusers_holders(self._hf_config, count, config.model.dtype)
 
     def velocities(self, inputs: Sequence[VelocityInput]) -> Pending[dict[str, list[NDArray[np.float32]]]]:
-        """Compute the velocities at these inputs on every engine. The result has them by engine name."""
+        """Compute the velocities at these inputs on every engine. The result maps each engine's name to its
+        velocities."""
         return self._run_on_each(self._velocities, share(inputs))
 
 

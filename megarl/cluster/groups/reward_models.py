@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RewardModelActor(RankActor):
-    """One rank in a reward model."""
+    """One rank of a reward model."""
 
     def score_tokens(self, batch: LocalBatch) -> Scores:
         """Score samples without caching them for later passes."""
@@ -40,7 +40,7 @@ class RewardModelActor(RankActor):
 
 
 class RewardModelGroup(RankGroup):
-    """All ranks in a reward model."""
+    """All ranks of a reward model."""
 
     actor_class, title = RewardModelActor, "RewardModelActor"
 

@@ -59,7 +59,7 @@ class RewardActor(AsyncProcessActor):
 
 
 WaitingGroup = tuple[int, int, list[SampleRef]]
-"""(prompt's row in the data, weight version with which its samples started, samples)."""
+"""(prompt's row in the data, weight version at the start of its samples, samples)."""
 
 MAX_ENDED = 2**18
 """Number of rollout ids to remember in order to recognize late samples."""
@@ -215,7 +215,8 @@ class RewardWorker:
         return load_decoder(self._models.actor)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
-        """Return the judge's verdicts by sample id; empty without a judge. `samples` has all samples of each prompt."""
+        """Return the judge's verdicts by sample id; empty without a judge. `samples` contains all samples of each
+        prompt."""
         if self._rewards.judge is None:
             return {}
         comparisons = judge.comparisons(samples, self._rewards.judge_order, self._seed)
@@ -310,8 +311,8 @@ class RewardGroup(WorkerGroup):
         return self._start(self._config, self._models)
 
     def score(self, samples: Sequence[SampleRef], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
-        """Score the samples with the reward model, then with the reward functions. The result has their scores, and
-        references to per-token rewards, float32 [R], if the model or a function returns any."""
+        """Score the samples with the reward model, then with the reward functions. The result contains their scores,
+        and references to per-token rewards, float32 [R], if the model or a function returns any."""
         refs, path = [ref.scored for ref in samples], rollouts.resolve()
         if self._model is None:
             return self._score.on_first(refs, {}, step, path)
@@ -335,13 +336,14 @@ class RewardGroup(WorkerGroup):
         self._begin_finished.on_first(folder.resolve(), version).result()
 
     def load_finished(self, folder: Path, newest: int) -> list[list[SampleRef]]:
-        """Read the groups in such a folder that have no token from weights newer than the version `newest`."""
+        """Read the groups that `begin_finished` wrote to the folder, except groups with tokens from weights newer than
+        `newest`."""
         return self._load_finished.on_first(folder.resolve(), newest).result()
 
     def write_advantages(
         self, rollouts: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
     ) -> Pending[None]:
-        """Add the advantages, by sample id, and per-token details to the step's rollout file, if there are any."""
+        """Add advantages, by sample id, and per-token details to the step's rollout file. No-op without advantages."""
         if not advantages:
             return ready(None)
         return self._write_advantages.on_first(rollouts.resolve(), advantages, details)

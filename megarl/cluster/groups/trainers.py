@@ -137,7 +137,8 @@ def _add_checksums(parts: Sequence[Mapping[Region, Checksum]]) -> dict[Region, C
 
 
 class TrainerGroup(RankGroup):
-    """All ranks that train one model. An argument `updates` has the batches for each update, by data-parallel rank."""
+    """All ranks that train one model. Arguments named `updates` hold each update's batches, one per data-parallel
+    rank."""
 
     actor_class, title = TrainerActor, "TrainerActor"
 
@@ -207,7 +208,7 @@ class TrainerGroup(RankGroup):
     @remote(timeout="refit", join=merge)
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
         """Move these parts to host memory until `onload`, except parts that the key `offload` does not name. The result
-        has the bytes freed on all ranks, as metrics."""
+        is the number of bytes freed on all ranks, as metrics."""
         ...
 
     @remote(timeout="refit")
@@ -242,7 +243,8 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="checkpoint")
     def copy_state(self, step: int) -> None:
-        """Copy each rank's state after `step` to its node's shared memory, for a process that replaces it."""
+        """Copy each rank's state after `step` to its node's shared memory, from which a replacement process can restore
+        it."""
 
     @remote(timeout="checkpoint")
     def restore_state(self, step: int) -> None:
@@ -278,8 +280,8 @@ class TrainerGroup(RankGroup):
         return self._check_checkpoint(checkpoint).then(lambda _: self._load_checkpoint(checkpoint))
 
     def publish(self, for_refit: bool) -> Pending[dict[str, Published]]:
-        """Publish the weights (or their merged or quantized copy for a refit). The result has the shared-memory address
-        of each live parameter, by holder name."""
+        """Publish the weights (or their merged or quantized copy for a refit). The result maps each holder's name to
+        the shared-memory addresses of its live parameters."""
         return self._publish(for_refit).then(self._by_holder)
 
     def publish_on_gpu(self, plan: Plan) -> Pending[dict[str, dict[str, Published]]]:
@@ -312,13 +314,15 @@ class TrainerGroup(RankGroup):
         return self._differences.on_each(arguments)
 
     def score_tokens(self, updates: Updates) -> Pending[tuple[Scores, dict[str, TokenTotals]]]:
-        """Score the samples' tokens. The result has the scores and, by sample id, totals over the trained tokens."""
+        """Score the samples' tokens. The result contains the scores and, by sample id, totals over the trained
+        tokens."""
         scored = [self._score_tokens.on_each(self._by_rank(batches)) for batches in updates]
         return join(scored).then(_join_scores)
 
     def train(self, epochs: Sequence[Updates], begins_step: bool = True) -> Pending[dict[str, Metric]]:
-        """Submit one optimizer step for each update in these epochs. The result has metrics aggregated over all ranks
-        and updates. `begins_step`: whether these are the first epochs in the step, which lasts until `end_step`."""
+        """Submit one optimizer step for each update in these epochs. The result contains metrics aggregated over all
+        ranks and updates. `begins_step`: whether these are the first epochs in the step, which lasts until
+        `end_step`."""
         noted: list[Pending] = []
         if begins_step and self._notes_advantages:  # advantages are whitened with moments over all updates
             noted = [self._note_advantages.on_each(self._by_rank(batches)) for batches in epochs[0]]

@@ -356,7 +356,7 @@ def _layers(names: Iterable[str]) -> list[LayerKind]:
 
 
 def _activations(shape, layout, layers, in_flight, rank_tokens, num_bytes, recompute) -> int:
-    """Return the size of the activations in a stage's layers, in bytes. `layers` has one kind per layer. With
+    """Return the size of the activations in a stage's layers, in bytes. `layers` lists the kind of each layer. With
     recomputation, only one layer at a time holds the activations that it would keep without recomputation."""
     if not layers:
         return 0

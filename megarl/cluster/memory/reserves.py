@@ -201,8 +201,9 @@ def _num_readers(config: Config, gpus_per_node: int) -> int:
 
 
 def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:
-    """Return an engine rank's items that stay on the GPU while the engine sleeps. vLLM's sleep mode releases weights
-    and KV cache, which are in vLLM's own allocator. It releases CUDA graphs only with sleep_mode_offload_cudagraph."""
+    """Return an engine rank's memory, by item, that stays on the GPU while the engine sleeps. vLLM's sleep mode
+    releases weights and KV cache, which are in vLLM's own allocator. It releases CUDA graphs only with
+    sleep_mode_offload_cudagraph."""
     rollout = config.rollout
     if config.samples_images:
         return {CONTEXTS: CONTEXT + ENGINE_KERNELS}
@@ -215,9 +216,9 @@ def frozen_bytes(config: Config, shape: DenoiserShape) -> int:
 
 
 def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float:
-    """Return the size in bytes of the communicators with which an actor rank sends weights, or an engine rank receives
-    and forwards them. A shard that several ranks on a node need is sent to one of them, which forwards it. `megarl
-    reshard` counts the communicators in a plan."""
+    """Return the size in bytes of the communicators that an actor rank uses to send weights, or an engine rank to
+    receive and forward them. A shard that several ranks on a node need is sent to one of them, which forwards it.
+    `megarl reshard` counts the communicators in a plan."""
     engines, nodes = config.rollout.replicas * config.rollout.tp, -(-num_devices(config) // gpus_per_node)
     if nodes == 1:
         others = engines - 1 + config.actor.layout.world_size if is_engine else engines

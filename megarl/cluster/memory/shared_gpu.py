@@ -20,7 +20,7 @@ from megarl.resharding.families import huggingface_holder
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A GPU's memory load in one phase of a step. `parts` has the bytes of each item by description. `remedy` is the
+    """A GPU's memory load in one phase of a step. `parts` maps each item's description to its bytes. `remedy` is the
     fix to suggest if the load exceeds the memory."""
 
     phase: str

@@ -26,7 +26,7 @@ DEADLINE_S = 15
 """Seconds from the end of an interrupt's grace period until the child is killed, because a call may hang."""
 
 POLL_S = 0.1
-"""Interval at which the parent looks whether the child has exited. Python handles a signal that arrives just before a
+"""Interval at which the parent checks whether the child has exited. Python handles a signal that arrives just before a
 blocking call only after the call, so the parent must not block until the child exits."""
 
 INTERRUPTED = "interrupted; stopping the run"

@@ -43,8 +43,8 @@ def adapters_exclude_training_mtp(config: Config) -> Iterator[str]:
     if config.actor.adapters is not None and config.actor.mtp.is_trained:
         yield (
             f"actor.mtp.loss_coefficient={coefficient}: with actor.lora.rank={rank} only adapters are trained and "
-            "checkpointed, but the layer for multi-token prediction has none. Fix: set actor.mtp.loss_coefficient=0.0, "
-            "which keeps the layer, or actor.lora.rank=null"
+            "checkpointed, but the MTP layer has none. Fix: set actor.mtp.loss_coefficient=0.0, which keeps the "
+            "layer, or actor.lora.rank=null"
         )
 
 
@@ -54,8 +54,8 @@ def objective_allows_training_mtp(config: Config) -> Iterator[str]:
         return
     if objective.spec.is_pairwise or config.trains_reward_model:
         yield (
-            f"actor.mtp.loss_coefficient={coefficient}: algorithm.objective.name={objective.name} has no weight for "
-            "each token, which the loss of multi-token prediction needs. Fix: set actor.mtp.loss_coefficient=0.0"
+            f"actor.mtp.loss_coefficient={coefficient}: algorithm.objective.name={objective.name} has no per-token "
+            "weights, which the MTP loss requires. Fix: set actor.mtp.loss_coefficient=0.0"
         )
     elif config.algorithm.trust_region.kl_limit is not None:
         yield (
@@ -133,7 +133,7 @@ WITHOUT_ROUTES: dict[str, tuple[Any, str]] = {
     "decode_context_parallel_size": (1, "an engine with context parallelism does not return routes"),
     "kv_transfer_config": (None, "an engine does not return routes of a transferred KV cache"),
 }
-"""Arguments in rollout.vllm_overrides -> the only value with which vLLM returns routes, and the reason. They are the
+"""Arguments in rollout.vllm_overrides -> the only value for which vLLM returns routes, and the reason. They are the
 conditions of vLLM's VllmConfig._verify_aux_output_compatibility. Pipeline-parallel engines are always rejected."""
 
 

@@ -261,7 +261,7 @@ KEY_REQUIREMENTS = (
 
 
 def keys_without_effect(config: Config, base: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key that was changed but has no effect. `base` has the base recipe's values."""
+    """Return a line for each key that was changed but has no effect. `base` contains the base recipe's values."""
     values, lines = config.model_dump(), {}
     for requirement in KEY_REQUIREMENTS:
         if requirement.is_met(config):

@@ -169,8 +169,8 @@ def routes_are_not_speculative(config: Config) -> Iterator[str]:
 def drafts_need_the_mtp_layer(config: Config) -> Iterator[str]:
     if config.rollout.drafts_with_mtp and not config.actor.has_mtp:
         yield (
-            "rollout.speculative.method=mtp: with actor.mtp.loss_coefficient=null, the layer for multi-token "
-            "prediction is not loaded. Fix: set actor.mtp.loss_coefficient=0.0"
+            "rollout.speculative.method=mtp: with actor.mtp.loss_coefficient=null, the MTP layer is not loaded. "
+            "Fix: set actor.mtp.loss_coefficient=0.0"
         )
 
 

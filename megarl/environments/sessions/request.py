@@ -47,8 +47,8 @@ class ChatRequest:
 
 
 def read_request(body: Any, sampling: Mapping[str, Any]) -> ChatRequest:
-    """Parse a request body. Raise ApiError if it is invalid. `sampling` has the run's sampling parameters by API name;
-    one with the same value in the request is not counted as ignored."""
+    """Parse a request body. Raise ApiError if it is invalid. `sampling` maps API names to the run's sampling
+    parameters; a request's parameter with the same value is not counted as ignored."""
     if not isinstance(body, dict):
         raise invalid("body", "the request body must be a JSON object")
     parameters = {name: value for name, value in body.items() if value is not None}

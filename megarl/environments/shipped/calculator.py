@@ -13,7 +13,7 @@ from megarl.rewards.numeric import expected_number, numeric_match
 class CalculatorEnvironment(Environment):
     """Arithmetic with the tools `add` and `multiply`. The question is the data row's prompt. If there is no prompt, it
     is `a * b + c` or `(a + b) * c`, with numbers generated from the seed. The first turn without a tool call is the
-    answer. Its reward is 1 if its last number is correct, else 0."""
+    answer. The reward is 1 if the answer's last number is correct, else 0."""
 
     check_answer = staticmethod(expected_number)
 

@@ -37,7 +37,7 @@ class RankBlueprint:
 def blueprint(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, format: Mapping[str, Any], dtype: str | None = None
 ) -> RankBlueprint:
-    """Return one rank's blueprint. It is built from megarl's own layers, whose checkpoint keys equal those of
+    """Return one rank's blueprint. It is built from megarl's own layers, which have the same checkpoint keys as
     Transformer Engine's layers. Raise a UserError if the model cannot be split evenly under the layout.
 
     Args:

@@ -169,7 +169,7 @@ def _open_folder(folder: Path) -> Iterator[Weights]:
 
 
 def _has_mtp(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool:
-    """Return whether the folder has a complete layer for multi-token prediction."""
+    """Return whether the folder has a complete MTP layer."""
     if is_denoiser(hf_config) or why_no_mtp(completed(hf_config)) is not None:
         return False
     others = huggingface_holder(hf_config)

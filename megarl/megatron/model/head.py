@@ -105,7 +105,7 @@ class LogProbHead(ColumnParallelLinear):
 class ScoreLayer(torch.nn.Module):
     """Classifier head. Returns scores for the requested rows, float32 [N, 1, labels]. A critic's scores are values.
 
-    It is too small to shard: every tensor-parallel rank has a full copy and computes the same scores.
+    The head is too small to shard: every tensor-parallel rank has a full copy and computes the same scores.
     """
 
     request: HeadRequest | None = None

@@ -171,7 +171,7 @@ class DocumentAttention(torch.nn.Module):
 def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
     num_heads = config.num_attention_heads // parallel.tensor_group(is_expert=False).size()
     sinks = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
-    # Each rank has other heads: Megatron adds up the ranks' parts of the gradient norm, but not the gradients.
+    # Each rank has different heads: Megatron adds up the ranks' parts of the gradient norm, but not the gradients.
     parallel.mark(sinks, tensor_model_parallel=True, partition_dim=0)
     return sinks
 
@@ -187,7 +187,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
 class HeadNorm(torch.nn.RMSNorm):
     """The norm of a gated delta net's heads, whose weight is not stored minus one. Each tensor-parallel rank normalizes
-    other heads, so the weight's gradient is summed over these ranks, with or without sequence parallelism."""
+    different heads, so the weight's gradient is summed over these ranks, with or without sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction (MTP, section 2.2 of arXiv 2412.19437) on the last pipeline stage.
+"""The multi-token prediction (MTP) layer on the last pipeline stage (section 2.2 of arXiv 2412.19437).
 
 It predicts the token after the next one from a token's hidden state and the next token. Its loss has no gradient in the
 rest of the model.

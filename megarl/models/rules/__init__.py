@@ -168,7 +168,7 @@ def _violations(config: Config, placed: Placed, hf: Mapping[str, Any]) -> list[s
 
 
 def _broken_by_denoiser(config: Config, shape: DenoiserShape) -> list[str]:
-    """Return the violations of the rules on layouts, for which only the sizes of a model matter."""
+    """Return violations of the layout rules, which depend only on the model's sizes."""
     sizes = {
         "model_type": shape.model_type,
         "num_attention_heads": shape.heads,

@@ -106,8 +106,8 @@ def draft_reads_hidden_states(key: str, policy: Mapping[str, Any], draft: Mappin
     if not all(0 <= layer <= num_layers for layer in layers) or len(set(layers)) != eagle.num_states:
         source = "vLLM's default" if eagle.layer_ids is None else LAYER_IDS
         yield (
-            f"{key}: the draft reads {eagle.num_states} hidden states, but {source} for a model.path with {num_layers} "
-            f"layers is {list(layers)}, which must be as many different layers from 0 to {num_layers}. Fix: "
+            f"{key}: the draft reads {eagle.num_states} hidden states, so {source} must list {eagle.num_states} "
+            f"different layers from 0 to {num_layers} (the layers of model.path), but it is {list(layers)}. Fix: "
             f"{OTHER_DRAFT}, or set {LAYER_IDS} in its config.json"
         )
 

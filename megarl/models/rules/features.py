@@ -1,4 +1,4 @@
-"""Rules for features that a model needs or has: positions, attention windows, experts, a prediction layer."""
+"""Rules for features that a model needs or has: positions, attention windows, experts, an MTP layer."""
 
 from __future__ import annotations
 

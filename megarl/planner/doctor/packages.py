@@ -1,4 +1,4 @@
-"""Package versions with which megarl is tested, and their comparison with the metadata of installed packages."""
+"""Tested package versions, and a comparison of the installed packages with them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def is_factor(name: str) -> bool:
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
     """Return the adapted weights: those of all linear layers in the model's layers, including an image model's
-    refiners, except routers, gates of shared experts, modulations by the noise level and multi-token prediction. With
+    refiners, except routers, gates of shared experts, modulations by the noise level and MTP layers. With
     `share_experts`, the experts in a layer share the factor next to the hidden states: A for gate and up projections, B
     for down projections."""
     return [
@@ -142,8 +142,7 @@ def _shared_factor(projection: str) -> str | None:
 
 
 def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) -> Holder:
-    """Return the holder of all adapter tensors for a model, named "peft". The layer for multi-token prediction has
-    none."""
+    """Return the holder of all adapter tensors for a model, named "peft". The MTP layer has none."""
     canonical = canonical_of(hf_config)
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in sorted({*range(canonical.num_layers)}.difference(canonical.following_layers().values())):

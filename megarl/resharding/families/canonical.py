@@ -27,14 +27,14 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 class Canonical:
     """Names and shapes of the tensors in a checkpoint.
 
-    `outer_shapes` has the tensors outside the layers, and `layer_shapes` those in one layer. Names in a layer omit the
-    layer's prefix.
+    `outer_shapes` covers the tensors outside the layers, and `layer_shapes` those in one layer. Names in a layer omit
+    the layer's prefix.
     """
 
     model: ModelShape
     outer_shapes: dict[str, Shape]
     mtp_layers: int = 0
-    """Number of layers for multi-token prediction."""
+    """Number of MTP layers."""
 
     def __init__(self, hf_config: Mapping[str, Any]):
         self.model = ModelShape.of(hf_config)
@@ -51,7 +51,7 @@ class Canonical:
         self.value_head = value_head_shapes(hf_config)
         self.outer_shapes |= self.value_head
         self._layers: dict[tuple[LayerKind, bool], _Layer] = {}
-        """Kind of a layer, and whether it is for multi-token prediction -> the layer."""
+        """Kind of a layer, and whether it is an MTP layer -> the layer."""
 
     @property
     def head(self) -> str:

@@ -1,8 +1,8 @@
-"""Layers for multi-token prediction in DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5.
+"""Multi-token prediction (MTP) layers of DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5.
 
 In Hugging Face folders of DeepSeek-V3 and GLM-4.5, the layer is numbered after the last decoder layer and repeats the
-embedding and the output layer, of which trainers and engines use the originals. Qwen's folders store it under a prefix
-of its own, without these copies.
+embedding and the output layer; trainers and engines use the originals. Qwen's folders store the layer under a separate
+prefix, without these copies.
 """
 
 from __future__ import annotations

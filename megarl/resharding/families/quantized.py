@@ -22,8 +22,8 @@ SCALES = "_scale_inv"
 
 
 def quantized_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the quantized tensors: all matrices in the decoder layers, including the one for multi-token
-    prediction, except routers."""
+    """Return the names of the quantized tensors: all matrices in the decoder layers, including the MTP layer's, except
+    routers."""
     canonical = Canonical(hf_config)
     return frozenset(
         canonical.layer_prefix(layer) + name

@@ -47,7 +47,7 @@ def vllm_holder(
         expert_parallel: whether each worker holds whole experts, evenly distributed, instead of a share of each expert.
         padded_experts: size to which a worker zero-pads its share of the experts' intermediate size (None: no padding).
             See `padded_experts`.
-        drafts: whether the engine drafts tokens with the model's layers for multi-token prediction.
+        drafts: whether the engine drafts tokens with the model's MTP layers.
     """
     return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts, drafts))
 

@@ -31,7 +31,7 @@ class Figures:
         floor_seconds: lower bound for the duration: bytes through the busiest port, divided by its bandwidth.
         communicators: maximum number of NCCL communicators per rank.
         communicator_bytes: estimated maximum memory for communicators per GPU, in bytes.
-        neighbors: maximum number of ranks with which one rank exchanges messages.
+        neighbors: maximum number of peers of one rank.
         operations: maximum number of NCCL messages that one rank sends and receives.
         peak_staging_bytes: maximum size of a rank's staging buffers, which hold the current and the next bucket sent
             between nodes.

@@ -2,11 +2,11 @@
 
 The owner must synchronize its device before readers access the weights. `publish` does so for the current values; the
 owner must do so after later updates. An owner that moves its tensors between refits publishes them again for each
-refit, and readers close them when the refit ends. If a reader dies, the driver closes its handles.
+refit, and readers close them when the refit ends. If a reader dies, the CUDA driver closes its handles.
 
 Readers are excluded from torch's reference counts for shared storages. Otherwise, torch would not release memory that
-the owner has freed until all readers have closed it, and would never release it if a reader died. All GPUs of its
-sources must be visible to a reader, which creates a CUDA context on each.
+the owner has freed until all readers have closed it, and would never release it if a reader died. A reader must see all
+GPUs of its sources, and creates a CUDA context on each.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         blocks: uint8 [rows, blocks, 16], two elements per byte, the first in the low bits.
         scales: uint8 [rows, blocks], the exponent of each block's factor, a power of two, plus 127.
     """
-    # Indices of bytes, not of elements, halve the temporary memory.
+    # Indexing by byte instead of by element halves the temporary memory.
     elements = torch.tensor([*FP4, *(-value for value in FP4)], dtype=torch.bfloat16)
     low, high = torch.meshgrid(elements, elements, indexing="xy")
     pairs = torch.stack((low, high), dim=-1).flatten(0, 1)

@@ -112,7 +112,7 @@ class PointToPoint:
         self._tags: Counter[Link] = Counter()
         """Number of messages per link so far. Both ends have the same count."""
         self._neighbors: set[int] = set()
-        """Ranks with which this member has exchanged messages."""
+        """Peers that this member has exchanged messages with."""
         self._connected_links: set[Link] = set()
         is_destination = self._rank >= plan.num_sources
         copies = plan.into(member).copies if is_destination else ()
@@ -257,8 +257,8 @@ class PointToPoint:
     def _barrier(self, name: str, others: Sequence[int]) -> None:
         """Wait until the given members reach the same barrier.
 
-        Called before NCCL creates a communicator, and before it connects two ranks in the first batch per direction,
-        because NCCL waits for peers without a timeout.
+        Called before NCCL creates a communicator and before each direction's first batch, in which it connects two
+        ranks: NCCL waits for peers without a timeout.
         """
         keys = [f"{name}: {member}" for member in others]
         self._store.set(f"{name}: {self._rank}", "here")

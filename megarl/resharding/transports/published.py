@@ -13,7 +13,7 @@ from megarl.resharding.piece import Rectangle
 from megarl.resharding.transports.transport import Readable, view
 
 S = TypeVar("S")
-"""The type of a segment: a handle with which another process can open a parameter's storage."""
+"""The type of a segment: a handle that lets another process open a parameter's storage."""
 
 
 @dataclass(frozen=True, slots=True)

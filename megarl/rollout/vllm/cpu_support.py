@@ -70,7 +70,7 @@ def _expand_to_tokens(
 
 def _truncate_drafts(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
     """Apply top-k and top-p to the logits of draft tokens [tokens, vocabulary]. vLLM's function fails in a step without
-    draft tokens, for example if one token is left of each request."""
+    draft tokens, for example if each request has one token left."""
     return _truncate(logits, k, p) if len(logits) else logits
 
 

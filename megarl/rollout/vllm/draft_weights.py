@@ -24,8 +24,8 @@ def install() -> None:
 def _load_model(
     self: DummyModelLoader, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
 ) -> torch.nn.Module:
-    """Load random weights, except into a draft model, whose weights no refit writes. The layer for multi-token
-    prediction is also a draft model in vLLM, but a refit writes it."""
+    """Load random weights, except into a draft model, whose weights no refit writes. The MTP layer is also a draft
+    model in vLLM, but a refit writes it."""
     speculative = vllm_config.speculative_config
     if model_config.runner_type == RUNNER and speculative is not None and speculative.method != "mtp":
         return DefaultModelLoader(LoadConfig()).load_model(vllm_config, model_config, prefix)

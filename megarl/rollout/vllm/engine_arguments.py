@@ -61,7 +61,7 @@ def engine_arguments(
         **specific,
     )
     if linear_attention(completed(read_config(folder))) is not None:
-        # The trainer's kernels sum the state in float32, but vLLM's default for Qwen3-Next is the model's dtype.
+        # The trainer's kernels keep the state in float32, but vLLM's default for Qwen3-Next is the model's dtype.
         arguments["mamba_ssm_cache_dtype"] = "float32"
     required = _required_on_cpu(folder)
     if text_model := _text_model(folder):

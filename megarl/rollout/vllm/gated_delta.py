@@ -84,9 +84,9 @@ def _extend(
 def _verify(
     layer: Any, cache: Cache, metadata: Any, inputs: torch.Tensor, b: torch.Tensor, a: torch.Tensor
 ) -> torch.Tensor:
-    """Process the last token and the draft tokens of each request. The next step knows how many of these tokens
-    precede its own, so the state after each of them is kept in a slot of its own, and the inputs of all of them in the
-    first slot. Return the outputs, [T, value heads, values]."""
+    """Process the last token and the draft tokens of each request. Only the next step knows how many of these tokens
+    precede its own. Each token's state is therefore kept in a separate slot, and the inputs of all tokens in the first
+    slot. Return the outputs, [T, value heads, values]."""
     convolution, states = cache
     count, width = metadata.num_spec_decodes, layer.conv1d.weight.shape[-1]
     slots, bounds = metadata.spec_state_indices_tensor[:count].long(), metadata.spec_query_start_loc[: count + 1].long()

@@ -1,4 +1,4 @@
-"""Recognize the errors with which vLLM rejects an engine's arguments at its start."""
+"""Recognize vLLM's errors about invalid engine arguments at startup."""
 
 from __future__ import annotations
 

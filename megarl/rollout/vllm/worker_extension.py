@@ -142,7 +142,7 @@ class RefitExtension:
         if by_loader and self._drafter is not None:
             raise UserError(
                 "rollout.speculative.method=mtp: vLLM's kernels for this model repack weights, so refits cannot write "
-                "the layer for multi-token prediction. Fix: set rollout.speculative.method=null"
+                "the MTP layer. Fix: set rollout.speculative.method=null"
             )
         self._by_loader, self._is_rewritten = by_loader, False
         self._receiver = WeightReceiver(plan, channel, holders[self.rank], self._parameters(), not by_loader)
@@ -194,8 +194,8 @@ class RefitExtension:
 
     @property
     def _drafter(self) -> torch.nn.Module | None:
-        """The policy's layer for multi-token prediction in engines that draft tokens with it. Its embedding and output
-        layer are the policy's. vLLM's model runners have different names for it."""
+        """The policy's MTP layer in engines that draft tokens with it. Its embedding and output layer are the policy's.
+        vLLM's model runners have different names for it."""
         runner, settings = self.model_runner, self.model_runner.vllm_config.speculative_config
         if settings is None or settings.method != "mtp":
             return None
@@ -203,7 +203,7 @@ class RefitExtension:
 
     @property
     def _models(self) -> list[torch.nn.Module]:
-        """The models whose weights a refit writes: the policy, and its layer for multi-token prediction."""
+        """The models whose weights a refit writes: the policy, and its MTP layer."""
         return [self.model_runner.get_model(), *([] if self._drafter is None else [self._drafter])]
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -1,1 +1,1 @@
-"""Proof from a run's files of which step trained on which rows and with which weights."""
+"""Proves from a run's files which step trained on which rows, and with which weights."""

@@ -22,7 +22,7 @@ _END_BYTES = len(', "hash": ""}\n') + HASH_DIGITS
 
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
-"""Errors due to JSON values of other types than those that megarl writes."""
+"""Errors caused by JSON values of types that megarl does not write."""
 
 
 class Broken(Exception):

@@ -113,8 +113,8 @@ def check_metrics(folder: RunFolder, history: History, num_bytes: int) -> str:
 
 
 def check_checkpoints(checkpoints: Mapping[int, Path], history: History) -> str:
-    """Compare the manifest of each checkpoint and the pending rows in it with the ledger, and the sizes of its files
-    with the manifest. A run that continues may remove checkpoints."""
+    """Compare each checkpoint's manifest, including its pending rows, with the ledger, and the sizes of the
+    checkpoint's files with the manifest. A run that continues may remove checkpoints."""
     found = {step: path for step, path in checkpoints.items() if not history.head < step <= history.reached}
     known = {step: path for step, path in found.items() if step > history.base or step in history.checkpoints}
     for step, path in known.items():
@@ -241,7 +241,7 @@ def _of(count: int, total: int) -> str:
 
 
 def reasons(counts: Mapping[str, int], most: int) -> Iterable[str]:
-    """Return the most frequent reasons with their numbers."""
+    """Return the most frequent reasons with their counts."""
     listed = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     yield from (f"{count:,} {why}" for why, count in listed[:most] if count)
     if len(listed) > most:

@@ -1,4 +1,4 @@
-"""The rules that the lines of a sample ledger must satisfy, in their order."""
+"""The rules that a sample ledger must satisfy, applied line by line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_REASONS = 5
 """Maximum number of different reasons that a proof lists."""
 
 MAX_ROWS = 2**23
-"""Maximum number of rows in the data for which the order of an epoch is computed. It takes seconds."""
+"""Maximum number of rows in the data for which the order of an epoch is computed, which takes seconds."""
 
 COUNTS = ("draw", "row", "rollouts", "samples", "turns", "tokens", "failed")
 TABLE = (*COUNTS, "prompt", "group", "oldest", "newest")
@@ -34,8 +34,8 @@ class _Rule(Exception):
 
 @dataclass(slots=True)
 class Step:
-    """A step that counts: no later line has undone it. `groups` has the names of all groups that it took, and
-    `num_dropped` is the number of dropped samples."""
+    """A step that counts: no later line has undone it. `groups` lists all groups that it took, and `num_dropped` is the
+    number of dropped samples."""
 
     number: int
     line: int
@@ -56,7 +56,8 @@ class Totals:
     turns: int = 0
     tokens: int = 0
     oldest: int = 0
-    """Largest difference between the version from which a step starts and the oldest version of its tokens."""
+    """Largest difference between the version from which a step starts and the oldest version among the step's
+    tokens."""
     left_out: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -77,21 +78,22 @@ class History:
 
     Attributes:
         base, head: the ledger covers the steps after `base` up to `head`.
-        reached: the last step before the last line `back`, if no step follows it. Other files may not be cut yet.
+        reached: the last step that the other files may still contain: `head`, or a later step if a `back` line follows
+            it, because the files are cut after that line is written.
     """
 
     def __init__(self, kept: Collection[int] = (), saved: Collection[int] = ()) -> None:
         """kept, saved: the steps with rollout files and with checkpoints, which are compared with the ledger."""
         self._kept, self._saved = frozenset(kept), frozenset(saved)
         self.tables: dict[int, list[dict[str, Any]]] = {}
-        """The tables of groups of kept steps that count."""
+        """Group tables of the steps that count and have a rollout file."""
         self.pending: dict[int, tuple[int, dict[int, int]]] = {}
         """Number of draws, and the pending rows by draw, after each saved step."""
         self.line = 0
         self.timeline = -1
         self.undone = self.num_starts = self.num_refits = self.num_same_weights = 0
-        """Undone steps, starts after the first one, refits that begin them, and refits with the checksums of their
-        step."""
+        """Counts of undone steps, attempts after the first, first refits of these attempts, and first refits whose
+        checksums match the step's."""
         self.attempts: dict[int, dict[str, Any]] = {}
         self._begin(0)
 
@@ -361,7 +363,7 @@ class History:
         totals.failed.update(reasons)
 
     def _check_dropped(self, dropped: Mapping[str, Sequence[Any]], taken: Sequence[int], totals: Totals) -> int:
-        """Check that dropped groups are of rows that are still pending, or that the step took in a later round. Return
+        """Check that the row of each dropped group is still pending or was taken by the step in a later round. Return
         the number of dropped samples."""
         draws, reasons = dropped.get("draw", ()), dropped.get("why", ())
         for draw in draws:

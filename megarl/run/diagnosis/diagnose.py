@@ -80,7 +80,7 @@ def main(folder: Path, step: int | None, sample: str | None, model: Path | None,
 
 def difference_in_run(config: Config, rollout: Rollout) -> str | None:
     """Describe the log-prob difference that the run recorded for the sample, if it is above the limit; otherwise return
-    None. With stale samples, the recorded difference is also due to the updates since then."""
+    None. Also return None for runs with stale samples, whose differences include the effect of later updates."""
     if config.rollout.max_staleness or not rollout.differences:
         return None
     difference = fmean(map(abs, rollout.differences))
@@ -98,7 +98,7 @@ def difference_in_run(config: Config, rollout: Rollout) -> str | None:
 
 def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Path], scratch: Path) -> list[Stage]:
     """Run a token sequence through trainer, engine and transformers, one after another, and compare the outputs. Raise
-    RunFailure if an implementation fails. `folders` has the folder with the weights for each implementation."""
+    RunFailure if an implementation fails. `folders` maps each implementation to its weights' folder."""
     single_rank = on_one_rank(config, len(token_ids))
     return compare(
         {side: _compute(side, Request(single_rank, folders[side], list(token_ids)), scratch) for side in SIDES},

@@ -40,7 +40,7 @@ def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarra
 
 def load_plain(kind: Any, folder: Path, **options: Any) -> Any:
     """Load a model with the transformers class `kind`. This includes families that transformers supports under another
-    name. The options are those of `from_pretrained`."""
+    name. The options are passed to `from_pretrained`."""
     config = read_config(folder)
     if alias := TRANSFORMERS_TYPES.get(config["model_type"]):
         options["config"] = AutoConfig.for_model(alias, **{k: v for k, v in config.items() if k != "model_type"})

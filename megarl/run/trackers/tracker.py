@@ -98,7 +98,7 @@ class Tracker:
         self._end_process()
         if num_lost := self._num_rows - self._num_written:
             print(
-                f"tracker {self._settings.tracker}: lost {num_lost} of {self._num_rows} steps (metrics.jsonl has all)",
+                f"tracker {self._settings.tracker}: lost {num_lost} of {self._num_rows} steps (all in metrics.jsonl)",
                 flush=True,
             )
 

@@ -1,6 +1,7 @@
 """Results of public libraries on one small batch with ragged samples, tool tokens and a group of one.
 
-Recorded by tools/references/record.py. Where conventions differ, the test names the option that selects the library's.
+Recorded by tools/references/record.py. Where conventions differ, the test names the option that selects the library's
+convention.
 """
 
 import json
@@ -137,7 +138,7 @@ def test_reinforce_plus_plus_baseline_matches_verl():
 
 
 def token_rewards() -> torch.Tensor:
-    """Return each token's reward, with the sample's reward added on the last trained token."""
+    """Return each token's reward, with the sample's reward added to that of the last trained token."""
     return at_last_token(float64(REWARDS), MASK, ROW_SAMPLE) + rows("token_rewards")
 
 

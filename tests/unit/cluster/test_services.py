@@ -33,7 +33,7 @@ def answer() -> int:
 
 
 def start(sender: Any, late: Late, logs: Path, scratch: Path) -> None:
-    """Start a session in which the raylet registers after Ray's limit, is killed once, or never registers. Send the
+    """Start a session in which the raylet registers after Ray's timeout, is killed once, or never registers. Send the
     result of a task, or the error, and the names of this process's children."""
     find, asked = ray._private.services.get_node, []
 

@@ -97,7 +97,7 @@ def failing(error: Exception) -> None:
 @pytest.mark.parametrize("error", OF_A_FULL_DISK, ids=range(len(OF_A_FULL_DISK)))
 def test_writes_are_retried_on_a_full_disk(full_disk, error: Exception) -> None:
     file, pauses = full_disk
-    with pytest.raises(InfrastructureFailure, match="was full for 300 s"):
+    with pytest.raises(InfrastructureFailure, match="was full or over quota for 300 s"):
         retry_when_full(lambda: failing(error), file)
     assert sum(pauses) == files.DISK_S
 

@@ -1,4 +1,4 @@
-"""Collated tensors equal those of a plain loop over tokens, bit for bit."""
+"""Collated tensors match a plain loop over tokens, bit for bit."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ HARMONY_CALL = ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}'
 
 @pytest.mark.parametrize("ending", ["<|call|>", "<|return|>", "<|end|>", ""])
 def test_tool_results_follow_a_harmony_call(ending):
-    """The tokens equal those of the template if the turn ends as in the template. Otherwise, only its end differs."""
+    """The tokens match the template's if the turn ends as in the template. Otherwise, only its end differs."""
     chat, [call] = PLAIN["gpt-oss"], encode("gpt-oss", "<|call|>")
     result = {"role": "tool", "content": 'It is "3" <|call|>', "name": "add"}
     function = {"name": "add", "arguments": {"a": 1}}

@@ -20,8 +20,8 @@ def test_readme_links_the_pages_in_one_sentence():
 
 
 def test_families_appear_only_in_the_files_the_page_names():
-    """No other file of the package names a dense family, and every test table has every family. Llama is their
-    default."""
+    """No other file of the package names a dense family, and every test table has every family. Llama is the default of
+    these tables."""
     named = set(re.findall(r"`((?:megarl|tests)/[a-z_0-9/]+\.py)`", text_of(FAMILY)))
     assert [name for name in named if not (ROOT / name).is_file()] == []
     tables = {name: (ROOT / name).read_text() for name in named if name.startswith("tests/")}

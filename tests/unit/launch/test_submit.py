@@ -282,7 +282,7 @@ def test_missing_files_are_rejected(tmp_path: Path) -> None:
 
 
 def test_model_folders_must_be_complete(on_h100s: Path, tmp_path: Path) -> None:
-    """The error is that of `megarl check`. Nothing is written."""
+    """The error is the same as from `megarl check`. Nothing is written."""
     (tmp_path / "model/model.safetensors").unlink()
     (tmp_path / "model/tokenizer.json").unlink()
     (tmp_path / "critic").mkdir()

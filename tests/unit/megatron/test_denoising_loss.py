@@ -1,4 +1,4 @@
-"""The policy loss of denoising steps, compared with public trainers and with torch's distributions in float64."""
+"""The policy loss over denoising steps, compared with public trainers and with torch's distributions in float64."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ REFERENCES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
 
 
 def contrast(v: torch.Tensor) -> torch.Tensor:
-    """Return DiffusionNFT's loss of images with new noise, with a mixture of 0.3 and advantages up to 1.2."""
+    """Return DiffusionNFT's loss on newly noised images, for mixture=0.3 and advantages up to 1.2."""
     sigma = SIGMA.view(4, 1, 1, 1)
 
     def error(velocity: torch.Tensor) -> torch.Tensor:
@@ -360,7 +360,8 @@ def test_every_step_objective_has_a_reference():
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_single_update_starts_at_ratio_one(name):
-    """Without a pass for the old policy, loss and gradient are those of an old policy that equals the current one."""
+    """Without a pass for the old policy, loss and gradient are the same as with an old policy that equals the current
+    one."""
     config, v = random_config("flow", name), BASE_V.clone().requires_grad_()
     once = terms_of(config, random_batch("flow", old_v=None), v, has_moved=False)
     twice = terms_of(config, random_batch("flow", old_v=BASE_V), v, has_moved=True)

@@ -60,7 +60,7 @@ def test_explained_variance_matches_torch():
 
 def test_masked_tokens_have_no_loss_term():
     """Trainer and engine disagree on the second token. It has no gradient from the policy, KL, entropy or imitation
-    terms, and the loss equals that of a sample without the token."""
+    terms, and the loss is the same as for a sample without the token."""
     keys = ["model.path=m", "data.source=arithmetic", "logprob_check={action: mask, mask: token}"]
     keys += ["algorithm.objective={entropy_coefficient: 0.1, imitation_coefficient: 0.2, aggregation: token_sum}"]
     config = load(BASE, [*keys, "algorithm.kl.coefficient=0.5"])

@@ -91,7 +91,7 @@ def test_text_model_of_a_multimodal_checkpoint_is_used() -> None:
     assert without_untrained_part(add_mtp(config)) == text | {"dtype": "bfloat16"}
 
 
-def test_prediction_layer_of_qwen3_next_is_trained_only_if_kept() -> None:
+def test_mtp_layer_of_qwen3_next_is_trained_only_if_kept() -> None:
     """Its config.json does not count the layer."""
     config = CONFIGS["Qwen3-Next-80B-A3B"]
     assert untrained_part(config) == "multi-token prediction (tensors mtp.*)"
@@ -99,7 +99,7 @@ def test_prediction_layer_of_qwen3_next_is_trained_only_if_kept() -> None:
     assert without_untrained_part(add_mtp(config)) == without_untrained_part(config) == config
 
 
-def test_prediction_layer_after_a_delta_net_has_full_attention() -> None:
+def test_mtp_layer_after_a_delta_net_has_full_attention() -> None:
     config = CONFIGS["Qwen3-Next-80B-A3B"] | {"num_hidden_layers": 6}
     shape = ModelShape.of(add_mtp(config))
     assert shape.kind(5) == (True, True) and shape.kind(6) == (True, False)

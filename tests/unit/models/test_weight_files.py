@@ -53,21 +53,21 @@ def shard(folder: Path) -> None:
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (
         lambda folder: (folder / SINGLE).write_text(POINTER),
-        "is a Git LFS pointer, not the file itself. Fix:",
+        "a Git LFS pointer, not the file itself. Fix:",
     ),
-    (lambda folder: os.truncate(folder / SINGLE, 5000), "is not a complete safetensors file"),
-    (lambda folder: os.truncate(folder / SINGLE, 3), "is not a complete safetensors file"),
-    (lambda folder: os.truncate(folder / SINGLE, 0), "is not a complete safetensors file"),
+    (lambda folder: os.truncate(folder / SINGLE, 5000), "not a complete safetensors file"),
+    (lambda folder: os.truncate(folder / SINGLE, 3), "not a complete safetensors file"),
+    (lambda folder: os.truncate(folder / SINGLE, 0), "not a complete safetensors file"),
     (lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin"), "Fix: save the weights as safetensors"),
     (lambda folder: convert(folder, torch.float8_e4m3fn), "has the unsupported dtype F8_E4M3. Supported dtypes: F64,"),
     (lambda folder: convert(folder, torch.int8), "has the unsupported dtype I8. Supported dtypes: F64,"),
     (shard, f"contains neither {SINGLE} nor {INDEX}. Fix: download the index"),
     (without_lm_head, "the checkpoint has no tensor lm_head.weight. Fix: use a complete checkpoint"),
     (index('{"weight_map": {"lm_head.weight": "a.safetensors"}}'), "lists a.safetensors, but the file does not exist"),
-    (index("half of an ind"), "is not an index of safetensors files. Fix: download it again"),
-    (index("[" * 100_000), "is not an index of safetensors files. Fix: download it again"),
-    (index("{}"), "is not an index of safetensors files. Fix: download it again"),
-    (index('{"weight_map": {"lm_head.weight": "../../other/a.safetensors"}}'), "is not an index of safetensors files"),
+    (index("half of an ind"), "not an index of safetensors files. Fix: download it again"),
+    (index("[" * 100_000), "not an index of safetensors files. Fix: download it again"),
+    (index("{}"), "not an index of safetensors files. Fix: download it again"),
+    (index('{"weight_map": {"lm_head.weight": "../../other/a.safetensors"}}'), "not an index of safetensors files"),
     (index(json.dumps({"weight_map": {"absent": SINGLE}})), "the checkpoint has no tensor absent"),
 ]
 
@@ -123,7 +123,7 @@ def test_tensor_that_does_not_stack_experts_is_an_error(tmp_path: Path, shape: t
     content = b"" if 0 in shape else bytes(4 * math.prod(shape))
     header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, len(content)]}}).encode()
     (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + content)
-    with pytest.raises(UserError, match=rf"{name} has shape .*, which does not stack experts. Fix: download"):
+    with pytest.raises(UserError, match=rf"{name} has shape .*, which is not a shape of stacked experts. Fix:"):
         read_headers(tmp_path)
 
 
@@ -204,7 +204,7 @@ MXFP4_DAMAGES = {
     ),
     "flat blocks": (
         lambda tensors: tensors.update({f"{OSS_EXPERTS}.down_proj_blocks": torch.ones(2, 6)}),
-        "down_proj_blocks has shape .*, which does not stack experts",
+        "down_proj_blocks has shape .*, which is not a shape of stacked experts",
     ),
 }
 

@@ -34,7 +34,7 @@ def recipe(model: Path, placement: str, *overrides: str) -> Config:
 
 
 def test_colocated_preview_equals_reshard(model: Path) -> None:
-    """The bytes per link equal those of `megarl reshard` for the same layouts."""
+    """The bytes per link match `megarl reshard` for the same layouts."""
     for ranks_per_node in (8, 4):
         found = preview_refit(recipe(model, "colocated", "rollout.replicas=4"), ranks_per_node, SPEEDS)
         sides = "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4"

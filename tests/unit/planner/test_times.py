@@ -178,8 +178,7 @@ def test_states_of_gated_delta_nets_match_vllms_shapes():
 
 
 def test_drafts_enlarge_the_kv_cache_of_hybrid_models():
-    """The layer for multi-token prediction is one of eleven layers with keys and values. Each of three draft tokens has
-    a block of states."""
+    """The MTP layer is one of eleven layers with keys and values. Each of three draft tokens has a block of states."""
     speculative = ("rollout.speculative={method: mtp, tokens: 3}", "actor.mtp.loss_coefficient=0.0")
     plain, drafting = recipe(), recipe(*speculative)
     model = ModelParameters(add_mtp(CONFIGS["Qwen3.5-35B-A3B"]))

@@ -67,17 +67,17 @@ CASES = {
         GLM | {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 1},
         layout_of(pp=2, dp=2, ep=2),
     ),
-    "prediction layer, TP3, EP2, ETP3": (add_mtp(GLM | {"use_qk_norm": True}), layout_of(tp=3, dp=2, ep=2)),
-    "prediction layer, latent attention, TP2, EP2, ETP1, PP2, VPP2": (
+    "MTP layer, TP3, EP2, ETP3": (add_mtp(GLM | {"use_qk_norm": True}), layout_of(tp=3, dp=2, ep=2)),
+    "MTP layer, latent attention, TP2, EP2, ETP1, PP2, VPP2": (
         add_mtp(DEEPSEEK | {"num_hidden_layers": 4}),
         layout_of(tp=2, pp=2, vpp=2, ep=2, etp=1),
     ),
-    "prediction layer after a gated delta net, TP3, EP2, ETP3": (add_mtp(QWEN3_NEXT), layout_of(tp=3, dp=2, ep=2)),
-    "prediction layer with the first layer's experts, TP2, EP2, ETP1": (
+    "MTP layer after a gated delta net, TP3, EP2, ETP3": (add_mtp(QWEN3_NEXT), layout_of(tp=3, dp=2, ep=2)),
+    "MTP layer with the first layer's experts, TP2, EP2, ETP1": (
         add_mtp(QWEN3_NEXT | {"mlp_only_layers": [1, 2]}),
         layout_of(tp=2, ep=2, etp=1),
     ),
-    "prediction layer, gated delta nets, tied, TP2, PP2": (
+    "MTP layer, gated delta nets, tied, TP2, PP2": (
         add_mtp(QWEN3_NEXT | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "tie_word_embeddings": True}),
         layout_of(tp=2, pp=2),
     ),

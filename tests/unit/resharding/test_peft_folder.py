@@ -89,8 +89,8 @@ def quantize(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: os.truncate(folder / WEIGHTS, 500), "is not a complete safetensors file"),
-        (lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs\n"), "is a Git LFS pointer"),
+        (lambda folder: os.truncate(folder / WEIGHTS, 500), "not a complete safetensors file"),
+        (lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs\n"), "a Git LFS pointer"),
         (resize, "has shape (1, 8), but the model requires (2, 8)"),
         (quantize, "has the unsupported dtype I8"),
         (lambda folder: save_file({"a": torch.ones(2)}, folder / WEIGHTS), "a does not belong to a linear layer"),

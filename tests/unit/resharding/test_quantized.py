@@ -71,7 +71,7 @@ MODELS = {
         n_group=1,
         topk_group=1,
     ),
-    "GLM-4.6, multi-token prediction": add_mtp(
+    "GLM-4.6, MTP layer": add_mtp(
         CONFIGS["GLM-4.6"]
         | SIZES
         | dict(first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2, max_position_embeddings=64)
@@ -149,7 +149,7 @@ def copies_of(sources, quantized, layout, tensors) -> dict[str, dict[str, torch.
 
 
 def engines(config, tp: int) -> list[Holder]:
-    """Return the holders of an engine, which drafts tokens if the model keeps its layer for multi-token prediction."""
+    """Return the holders of an engine, which drafts tokens if the model keeps its MTP layer."""
     return vllm_holders(config, tp, 1, "bfloat16", drafts=num_mtp_layers(config) > 0)
 
 
@@ -159,7 +159,7 @@ KEPT = (
     ("Llama", "tp=2 pp=2 dp=2"),
     ("Qwen3, experts", "tp=8 ep=2 etp=4"),
     ("DeepSeek-V3", "tp=8"),
-    ("GLM-4.6, multi-token prediction", "tp=2 pp=2 dp=2"),
+    ("GLM-4.6, MTP layer", "tp=2 pp=2 dp=2"),
 )
 
 

@@ -161,7 +161,7 @@ def test_torchvision_stand_in_is_removed(name):
 
 
 def check_loaded_elements(name, tp, ranks, folder, expert_parallel=False, drafts=False):
-    """drafts: check the model for multi-token prediction, without the embedding and the output layer that it shares."""
+    """drafts: check the MTP draft model, without the embedding and the output layer that it shares."""
     published, changes = TINY[name]
     config = CONFIGS[published] | SIZES | changes
     if drafts:

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
-"""Name suffixes of the parameters that the model for multi-token prediction shares with the policy in an engine."""
+"""Name suffixes of the parameters that the MTP draft model shares with the policy in an engine."""
 
 
 class Group:
@@ -60,8 +60,8 @@ def worker(
     device: str = "meta",
     drafts: bool = False,
 ) -> Iterator[torch.nn.Module]:
-    """Build the model of a worker and yield it while the process groups are patched. Write config.json into
-    `folder`. `drafts` builds the model for multi-token prediction.
+    """Build the model of a worker and yield it while the process groups are patched. Write config.json into `folder`.
+    `drafts` builds the MTP draft model.
     """
     (folder / "config.json").write_text(json.dumps(config))
     options: dict[str, Any] = dict(skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True)

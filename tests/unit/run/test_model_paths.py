@@ -1,4 +1,4 @@
-"""Tests of model paths that resolve to another folder than at the start of their run."""
+"""Tests of model paths that resolve to a different folder than at the start of their run."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ def test_damaged_weights_fail_the_check(recipe: Path, tmp_path: Path, capfd: pyt
     gae = ["algorithm.advantage.estimator=gae", "critic.layout.pp=1"]
     keys = ["rollout.speculative.method=draft_model"] if name == "rollout.speculative" else gae
     line = fail(recipe, tmp_path, capfd, *keys, f"{name}.path={model}")
-    assert line.startswith(f"megarl: error: {model}/model.safetensors: is not a complete safetensors file")
+    assert line.startswith(f"megarl: error: {model}/model.safetensors: not a complete safetensors file")
 
 
 def test_eagle_draft_without_its_vocabulary_fails_the_check(recipe, tmp_path, capfd: pytest.CaptureFixture) -> None:
@@ -398,7 +398,7 @@ def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd
 
 
 def test_checkpoint_may_be_at_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints may be copied anywhere. The folder above has no manifest to compare with."""
+    """Checkpoints may be copied anywhere. The parent folder has no manifest to compare with."""
     settings = load(
         BASE,
         [

@@ -124,7 +124,7 @@ def test_without_slurm_an_attempt_is_its_allocation() -> None:
 
 
 def test_step_done_again_is_counted_once() -> None:
-    """In the same attempt, steps 2 and 3 are done again after a recovery."""
+    """In the same attempt, steps 2 and 3 are repeated after a recovery."""
     rows = steps(0, 1, 10, 10, 10)
     rows += [Row(30, 35, {"checkpoint": 4.0, "train": 6.0}, 4), *steps(35, 2, 7, 8)]
     ledger = make_ledger([AttemptTimes(Start(0, 0, 2), rows)], [])

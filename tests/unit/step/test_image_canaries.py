@@ -1,4 +1,4 @@
-"""The agreement check of image models, and its message if an engine computes other velocities than the trainer."""
+"""The agreement check of image models, and its message if an engine's velocities differ from the trainer's."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Engines:
 
 
 def run(outcomes: str, rounds: int, wanted: int = 3):
-    """Run a step's rollout. `outcomes` has one character per prompt: + for different rewards, - for equal rewards, 0
-    for no reward. The second of two samples is truncated."""
+    """Run a step's rollout. `outcomes` contains one character per prompt: + for different rewards, - for equal rewards,
+    0 for no reward. The second of two samples is truncated."""
     overrides = ["model.path=m", "data.source=arithmetic", f"batch.sampling_rounds={rounds}"]
     overrides += ["rewards.failure_limit=1", "rollout.max_new_tokens=4", "rewards.overlong_buffer=1"]
     batch = [f"batch.prompts_per_step={wanted}", f"batch.prompts_per_update={wanted}", "batch.samples_per_prompt=2"]

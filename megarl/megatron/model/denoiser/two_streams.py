@@ -64,7 +64,7 @@ class Modulation(ColumnParallelLinear):
 
 class TwoStreamLayer(TransformerLayer):
     """A layer with joint attention of images and captions. The inputs and outputs of attention and MLPs are modulated.
-    `self_attention` and `mlp` are those of images."""
+    `self_attention` and `mlp` process the images."""
 
     self_attention: Any
     mlp: Any

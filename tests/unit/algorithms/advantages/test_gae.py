@@ -1,4 +1,4 @@
-"""GAE on packed rows against its definition, one sample at a time."""
+"""GAE on packed rows compared with its definition, one sample at a time."""
 
 import random
 

@@ -86,7 +86,7 @@ class Engine:
 
 
 class Run:
-    """An actor beside one engine."""
+    """An actor for one engine's rollouts."""
 
     def __init__(self, actor: Any, log: Path):
         self.actor, self.engine, self.log = actor, Engine(), log

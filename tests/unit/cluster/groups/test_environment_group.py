@@ -1,4 +1,4 @@
-"""The driver's side of rollouts in environments: placement beside the engines, lost and slow engines, and aborts."""
+"""The driver's side of rollouts in environments: placement with the engines, lost and slow engines, and aborts."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Engines:
 
 
 class Beside:
-    """A fake of the process that runs rollouts beside an engine. Each rollout has two samples, which name their engine.
-    A call runs when a caller waits for it.
+    """A fake of the process that runs an engine's rollouts. Each rollout has two samples, which name their engine. A
+    call runs when a caller waits for it.
     """
 
     dead: set[str]

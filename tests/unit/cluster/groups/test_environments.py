@@ -1,4 +1,4 @@
-"""Training and evaluation rollouts beside one engine, with environments in real processes."""
+"""Training and evaluation rollouts with one engine, with environments in real processes."""
 
 from __future__ import annotations
 

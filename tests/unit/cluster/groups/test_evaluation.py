@@ -1,4 +1,4 @@
-"""Evaluation sets are scored by their own functions, in processes separate from those of training's functions."""
+"""Evaluation sets are scored by their own functions, in processes separate from those of the training functions."""
 
 from __future__ import annotations
 

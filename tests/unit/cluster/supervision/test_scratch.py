@@ -53,7 +53,8 @@ def test_sweep_removes_only_leftovers_of_dead_runs(tmp_path: Path) -> None:
 
 
 def test_lock_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While another process still writes into the folder, it keeps its lock file, with which a later run removes it."""
+    """While another process still writes into the folder, its lock file stays, so that a later run can remove the
+    folder."""
     folder = make_scratch()
     (folder / "inner").mkdir()
     (folder / "file").touch()

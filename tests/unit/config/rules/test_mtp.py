@@ -9,8 +9,8 @@ OF_TRPO = ("algorithm.trust_region.kl_limit=0.01", "algorithm.objective={name: u
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm.objective.name=dpo", "data.format=preferences"], "algorithm.objective.name=dpo has no weight for"),
-        (["algorithm.objective.name=token_reward_model", "data.format=labels"], "has no weight for each token"),
+        (["algorithm.objective.name=dpo", "data.format=preferences"], "algorithm.objective.name=dpo has no per-token"),
+        (["algorithm.objective.name=token_reward_model", "data.format=labels"], "has no per-token weights"),
         (OF_TRPO, "the step of TRPO (algorithm.trust_region.kl_limit) trains the policy only"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Keys without effect in a run are errors."""
+"""Keys without effect in a run are rejected."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ MTP = ["rollout.speculative.method=mtp", "actor.mtp.loss_coefficient=0.0"]
         ),
         (
             ["rollout.speculative.method=mtp"],
-            "rollout.speculative.method=mtp: with actor.mtp.loss_coefficient=null, the layer for multi-token",
+            "rollout.speculative.method=mtp: with actor.mtp.loss_coefficient=null, the MTP layer is not loaded",
         ),
         (
             ["rollout.speculative.tokens=5"],

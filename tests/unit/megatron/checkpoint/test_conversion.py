@@ -364,7 +364,7 @@ def test_mixed_dtypes_in_a_parameter_require_a_cast(tmp_path):
             [f"model.layers.4.{name}.weight" for name in ("eh_proj", "self_attn.q_norm", "shared_head.norm")],
         ),
     ],
-    ids=["a copy of the tied head", "constants", "multi-token prediction layers", "GLM's prediction layers"],
+    ids=["a copy of the tied head", "constants", "MTP layers", "GLM's MTP layers"],
 )
 def test_unused_tensors_are_dropped(tmp_path, changes, names):
     config = config_of(**changes)

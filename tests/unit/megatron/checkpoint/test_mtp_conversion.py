@@ -1,4 +1,4 @@
-"""Conversion of layers for multi-token prediction from Hugging Face folders to Megatron checkpoints and back."""
+"""Conversion of MTP layers from Hugging Face folders to Megatron checkpoints and back."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("family", [GLM, DEEPSEEK], ids=["GLM-4.6", "DeepSeek-V3"])
-def test_prediction_layer_survives_conversions(tmp_path, family):
-    """Its decoder layer has the tensors of an ordinary layer. A folder has copies of the embedding and the head."""
+def test_mtp_layer_survives_conversions(tmp_path, family):
+    """An MTP layer's decoder layer has the tensors of an ordinary layer. A folder also has copies of the embedding and
+    the head."""
     config = config_of(**family, num_nextn_predict_layers=1)
     hidden, prefix = config["hidden_size"], f"model.layers.{config['num_hidden_layers']}."
     tensors = random_checkpoint(config | dict(num_hidden_layers=config["num_hidden_layers"] + 1))
@@ -44,8 +45,9 @@ def test_prediction_layer_survives_conversions(tmp_path, family):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
-def test_separate_prediction_layer_survives_conversions(tmp_path, model_type):
-    """Its folder has no copies of the embedding and the head. Qwen3-Next's config.json does not count the layer."""
+def test_separate_mtp_layer_survives_conversions(tmp_path, model_type):
+    """The folder of a separate layer has no copies of the embedding and the head. Qwen3-Next's config.json does not
+    count the layer."""
     family = GATED_DELTA if model_type == "qwen3_5_text" else GATED_DELTA_EXPERTS
     count = {} if model_type == "qwen3_next" else dict(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
     config = config_of(**family, model_type=model_type, **count)
@@ -59,8 +61,8 @@ def test_separate_prediction_layer_survives_conversions(tmp_path, model_type):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config | {"dtype": "float32"}
 
 
-def test_multimodal_checkpoint_keeps_its_prediction_layer(tmp_path):
-    """Its experts are stacked, and its vision encoder is dropped."""
+def test_multimodal_checkpoint_keeps_its_mtp_layer(tmp_path):
+    """The checkpoint's experts are stacked, and its vision encoder is dropped."""
     text = config_of(**GATED_DELTA_EXPERTS, model_type="qwen3_5_moe_text", mtp_num_hidden_layers=1)
     tensors = with_separate_layer(text)
     stored = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stacked(tensors).items()}
@@ -75,7 +77,7 @@ def test_multimodal_checkpoint_keeps_its_prediction_layer(tmp_path):
     assert written == text | dict(architectures=["Qwen3_5MoeForCausalLM"], dtype="float32")
 
 
-def test_incomplete_separate_prediction_layer_is_dropped(tmp_path):
+def test_incomplete_separate_mtp_layer_is_dropped(tmp_path):
     config = config_of(**GATED_DELTA_EXPERTS, model_type="qwen3_next")
     tensors = with_separate_layer(config)
     del tensors["mtp.fc.weight"]
@@ -86,7 +88,8 @@ def test_incomplete_separate_prediction_layer_is_dropped(tmp_path):
 
 
 def with_separate_layer(config: dict[str, Any]) -> Tensors:
-    """Return a checkpoint whose prediction layer has the tensors of the last layer, which has full attention."""
+    """Return a checkpoint whose MTP layer has tensors of the same names and shapes as the last layer, which has full
+    attention."""
     tensors, hidden = random_checkpoint(config), config["hidden_size"]
     last = f"model.layers.{config['num_hidden_layers'] - 1}."
     inner = {name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}

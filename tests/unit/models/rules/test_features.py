@@ -109,7 +109,7 @@ def test_supported_variants(changed: dict[str, Any]) -> None:
         ("Qwen3.5-27B", None, "its config.json has mtp_num_hidden_layers=None, but megarl supports exactly one such"),
     ],
 )
-def test_kept_prediction_layer_is_supported(name: str, count: int | None, reason: str | None) -> None:
+def test_kept_mtp_layer_is_supported(name: str, count: int | None, reason: str | None) -> None:
     key = "mtp_num_hidden_layers" if name.startswith("Qwen3.5") else "num_nextn_predict_layers"
     model = CONFIGS[name] | ({} if count is None else {key: count})
     config = recipe("actor.mtp.loss_coefficient=0.0")
@@ -120,7 +120,7 @@ def test_kept_prediction_layer_is_supported(name: str, count: int | None, reason
     assert list(model_has_mtp(recipe(), model)) == []
 
 
-def test_prediction_layer_with_its_own_embeddings_is_refused() -> None:
+def test_mtp_layer_with_its_own_embeddings_is_refused() -> None:
     model = CONFIGS["Qwen3.5-27B"] | dict(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
     assert list(model_has_mtp(recipe("actor.mtp.loss_coefficient=0.0"), model)) == []
     model["mtp_use_dedicated_embeddings"] = True

@@ -442,7 +442,7 @@ def test_separate_drafting_layers_have_the_parameters_of_a_refit(vllm, file, mod
 
 
 def test_drafting_layers_are_quantized_as_the_policy(vllm: Path) -> None:
-    """The model for multi-token prediction has the quantization of the engine's config, not of the draft's config."""
+    """The MTP draft model has the quantization of the engine's config, not of the draft's config."""
     for file, name in (("glm4_moe_mtp.py", "Glm4MoeMultiTokenPredictor"), ("deepseek_mtp.py", "DeepSeekMTP")):
         assert "vllm_config.quant_config" in ast.unparse(class_of(vllm / "model_executor/models" / file, name))
     eagle = (vllm / "v1/worker/gpu/spec_decode/eagle/utils.py").read_text("utf-8")

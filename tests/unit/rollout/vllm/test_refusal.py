@@ -1,4 +1,4 @@
-"""Errors with which vLLM rejects an engine's arguments."""
+"""vLLM's errors about invalid engine arguments."""
 
 from __future__ import annotations
 
