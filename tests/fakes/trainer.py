@@ -16,7 +16,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from megarl.cluster.groups.trainers import TrainerProcess
 from megarl.config.model_schema import Role
