@@ -65,7 +65,7 @@ class Refit:
         self._engines.rejoin_restarted("refit")
         if self._quantizes or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()
-        # A refit that runs again after the loss of a rank counts the updates before it only once.
+        # If a refit runs again after the loss of a rank, the updates before it must not be counted twice.
         rate, self._version = (0.0 if version == self._version else rate), version
         expected = None if self._verifier is None else self._verifier.expect(regions(self._engines.holders), rate)
         while True:

@@ -82,7 +82,7 @@ def evaluate(chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Seq
 
 
 def compute_loss(loss: Loss, scale: int, item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """Return a microbatch's loss, times `scale`, and its metrics."""
+    """Return a microbatch's loss times `scale`, and its metrics."""
     terms = loss.terms(item.rows, scored[0])
     return scale * terms.loss, loss.metrics(item.rows, terms)
 

@@ -1,4 +1,4 @@
-"""Support classification checkpoints, which are decoders with a score head in place of the language head.
+"""Support classification checkpoints: decoders with a score head in place of the LM head.
 
 Hugging Face's ...ForSequenceClassification returns one row of scores per sample, and ...ForTokenClassification one per
 token. These checkpoints are used as reward models, and as critics whose single label is the value.

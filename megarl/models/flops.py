@@ -25,7 +25,7 @@ def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_a
 
     Args:
         num_tokens: number of tokens that the model processes.
-        num_scored: number of rows that go through the language head.
+        num_scored: number of rows that go through the LM head.
         num_attended: number of (query, key) pairs in attention: Σ n(n + 1) / 2 over documents with n tokens, minus
             `pairs_outside_window`.
     """

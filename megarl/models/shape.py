@@ -92,8 +92,8 @@ class ModelShape:
 
     @property
     def has_output_gate(self) -> bool:
-        """Whether softmax attention multiplies its output by a gate, a second half of the query projection. Models with
-        gated delta nets do."""
+        """Whether softmax attention multiplies its output by a gate, which the query projection also computes. Models
+        with gated delta nets do."""
         return self.linear is not None
 
     @property

@@ -1,4 +1,4 @@
-"""A value head next to the language head: an MLP on the same hidden states, for a critic with a shared backbone.
+"""A value head next to the LM head: an MLP on the same hidden states, for a critic with a shared backbone.
 
 Hugging Face checkpoints have no such head. The config of a model with a value head has an additional key.
 """

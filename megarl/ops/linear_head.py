@@ -282,10 +282,10 @@ def _add_gradients(
 def _tiles(
     tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield, for each tile, the first row, the weight rows and the logits, float32 [n, v], before division by
-    the temperature.
+    """Yield each tile's first row index, its weight rows, and its logits, float32 [n, v], not divided by the
+    temperature.
 
-    All tiles share one logits buffer. With logits_dtype=bfloat16, adjacent logits near 20 are 0.06 to 0.13 apart.
+    All tiles share one logits buffer. With logits_dtype=bfloat16, representable values near 20 are 0.125 apart.
     """
     _, size = _tile()
     num_elements = len(tokens.targets) * min(size, len(weight))

@@ -234,7 +234,7 @@ def packed_attention(
     v]. The number of heads is a multiple of kv heads. `sinks`, [heads], are logits that take part in each query's
     softmax without a value, as in gpt-oss."""
     value_dim = value.shape[-1]
-    # torch's fused kernels require equal channel counts; otherwise torch materializes all scores.
+    # torch's fused kernels require the same head dim for q, k and v; otherwise torch materializes all scores.
     value = F.pad(value, (0, max(0, query.shape[-1] - value_dim)))
     grouped = query.shape[1] != key.shape[1]
     uses_flash_attention = sinks is None and _uses_flash_attention(query, documents, dropout)

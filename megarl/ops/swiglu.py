@@ -69,7 +69,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
         gate, up = _clamped(gate_and_up)
         sigmoid = torch.sigmoid(gate * CLAMPED_ALPHA)
         both = torch.empty_like(gate_and_up)
-        # Like torch's clamp, pass on the gradient at the limits.
+        # Like torch.clamp, keep the gradient at the limits.
         within = gate_and_up[..., 1::2].abs() <= CLAMPED_LIMIT
         torch.mul(gradient, (gate * sigmoid).mul_(within), out=both[..., 1::2])
         within = gate_and_up[..., ::2] <= CLAMPED_LIMIT

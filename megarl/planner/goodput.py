@@ -76,7 +76,7 @@ def predict_goodput(model: FailureModel) -> dict[str, float]:
 
 
 def erlang_b(load: float, servers: int) -> float:
-    """Return the probability that all servers are busy (Erlang's B formula): that no spare node is left."""
+    """Return the probability that all servers are busy (the Erlang B formula): that no spare node is left."""
     blocked = 1.0
     for n in range(1, servers + 1):
         blocked = load * blocked / (n + load * blocked)

@@ -85,7 +85,7 @@ def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
     overrides = settings.megatron_overrides.optimizer
     if not overrides.get("optimizer_cpu_offload"):
         return 0.0
-    has_main_weights = memory.weights < memory.gradients  # weights have 2 bytes per parameter
+    has_main_weights = memory.weights < memory.gradients  # true for 16-bit weights
     moments = 2 / 3 if has_main_weights and not overrides.get("use_precision_aware_optimizer") else 1.0
     return moments * overrides.get("optimizer_offload_fraction", 0.0)
 

@@ -569,7 +569,7 @@ def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, r
     ],
 )
 def test_predicted_checkpoint_size_matches_for_every_role(tmp_path, role, overrides):
-    """The language head is untied, so a critic does not have it."""
+    """The LM head is untied, so a critic does not have it."""
     model = write_tiny_llama(tmp_path / "model", **SIZES, tied=False)
     config = config_of(model, "algorithm.advantage.estimator=gae", *overrides)
     folder = tmp_path / "checkpoint"

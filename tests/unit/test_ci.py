@@ -79,7 +79,7 @@ class Repository:
         return [target for target, _ in targets], dict(map(str.split, lines))
 
     def share(self, target: str, *variables: str) -> list[str]:
-        """Return the share of tests that make passes to pytest."""
+        """Return the --part options that `make` passes to pytest."""
         repository = {**os.environ, "GIT_DIR": str(self.folder / ".git")}
         command = ["make", "--dry-run", target, *variables]
         shown = subprocess.run(command, cwd=ROOT, env=repository, capture_output=True, text=True)

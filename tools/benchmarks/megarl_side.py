@@ -68,8 +68,8 @@ def main() -> None:
 
 
 def saving(worker: ActorWorker, folder: Path, rank: int) -> dict[str, float]:
-    """Return the seconds that a save blocks the rank, the seconds of a plain copy of as many bytes to newly allocated
-    host memory, and the seconds until the files are on disk."""
+    """Return, in seconds, how long a save blocks the rank, how long a plain copy of as many bytes to new host memory
+    takes, and how long it takes until the files are on disk."""
     weights = [weight.detach() for weight in worker.parameters().values()]
     dist.barrier()
     start = time.perf_counter()

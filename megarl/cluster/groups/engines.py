@@ -201,9 +201,9 @@ class EngineGroup(ReplicaGroup):
         UserError if the checkpoint stacks experts, which refits send separately."""
         if stacks(self.whole_model.shapes):
             raise UserError(
-                f"rollout.vllm_overrides: the engines must load whole tensors, because {reason}: {names[0]}, but "
-                "megarl sends this model's stacked experts separately. Fix: remove overrides that change the engines' "
-                "weights"
+                f"rollout.vllm_overrides: {reason} ({names[0]}), so the engines must load whole tensors, but megarl "
+                "sends this model's stacked experts separately. Fix: remove overrides that change the layout of the "
+                "engines' weights"
             )
         print(
             "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because "

@@ -63,7 +63,7 @@ def schedule_fits_the_run(config: Config, trained: Trained) -> Iterator[str]:
     if warmup + decay > total:
         yield (
             f"{trained.section}.optimizer.schedule.warmup={schedule.warmup:g}, decay={schedule.decay:g}: warmup and "
-            f"decay have {warmup} + {decay} = {warmup + decay} updates, but the run has only {total}. Fix: set both to "
+            f"decay take {warmup} + {decay} = {warmup + decay} updates, but the run has only {total}. Fix: set both to "
             "fractions of the run, for example 0.1 and 0.2"
         )
 

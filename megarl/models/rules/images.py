@@ -29,7 +29,7 @@ def microbatch_holds_a_denoising_step(config: Config, shape: DenoiserShape, pixe
     needed = sum(image + caption for caption in branches)
     if budget * cp >= needed:
         return
-    sums = " and ".join(f"{image} image + {caption} caption" for caption in branches)
+    sums = " + ".join(f"({image} image + {caption} caption)" for caption in branches)
     ranks, share = (f" on actor.layout.cp={cp} ranks", f"{budget} x {cp}") if cp > 1 else ("", f"{budget}")
     yield (
         f"actor.tokens_per_microbatch={budget}: a denoising step can have {sums} = {needed} tokens{ranks} and is never "

@@ -84,7 +84,7 @@ def _repacking(model: torch.nn.Module) -> list[str]:
 
 def _reads_checkpoint_layout(kernel: object) -> bool:
     if isinstance(kernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
-        # Both kernels expect weights in the layout that DeepGEMM's preprocessing produces.
+        # This kernel and its fallback expect the layout that DeepGEMM's preprocessing produces.
         return _reads_checkpoint_layout(kernel.fallback)
     if isinstance(kernel, DeepGemmFp8BlockScaledMMKernel):
         return not kernel.use_deep_gemm_e8m0

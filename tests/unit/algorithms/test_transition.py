@@ -69,7 +69,7 @@ def test_sampling_keeps_the_distribution_except_for_cps(kind, noise_level, expec
 
 
 def variance_error(kind: str, noise_level: float, num_steps: int) -> float:
-    """Return the relative error of the variance after sampling Gaussian data with variance 1/4, without Monte Carlo."""
+    """Return the relative error of the variance after sampling Gaussian data with variance 1/4, in closed form."""
     sigmas, data, variance = sigma_schedule(num_steps, shift=3.0), 0.25, 1.0
     for now, after in pairwise(sigmas):
         slope = (now - (1 - now) * data) / ((1 - now) ** 2 * data + now**2)  # the exact velocity is slope·x

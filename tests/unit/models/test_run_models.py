@@ -219,17 +219,17 @@ def find_image_model(folder: Path, *keys: str) -> None:
         (["rollout.denoising.width=3"], "rollout.denoising.width=3: expected * Fix: set rollout.denoising.width=4"),
         (
             ["actor.tokens_per_microbatch=127"],
-            "actor.tokens_per_microbatch=127: a denoising step can have 32 image + 96 caption = 128 tokens and is "
+            "actor.tokens_per_microbatch=127: a denoising step can have (32 image + 96 caption) = 128 tokens and is "
             "never split over microbatches (127 < 128). Fix: set actor.tokens_per_microbatch to at least 128",
         ),
         (
             ["actor.tokens_per_microbatch=191", "rollout.denoising.guidance=2"],
-            "actor.tokens_per_microbatch=191: a denoising step can have 32 image + 96 caption and 32 image + 32 "
-            "caption = 192 tokens and is * Fix: set actor.tokens_per_microbatch to at least 192",
+            "actor.tokens_per_microbatch=191: a denoising step can have (32 image + 96 caption) + (32 image + 32 "
+            "caption) = 192 tokens and is * Fix: set actor.tokens_per_microbatch to at least 192",
         ),
         (
             ["actor.tokens_per_microbatch=63", "actor.layout.cp=2"],
-            "actor.tokens_per_microbatch=63: a denoising step can have 32 image + 96 caption = 128 tokens on "
+            "actor.tokens_per_microbatch=63: a denoising step can have (32 image + 96 caption) = 128 tokens on "
             "actor.layout.cp=2 ranks and is never split over microbatches (63 x 2 < 128). Fix: set "
             "actor.tokens_per_microbatch to at least 64",
         ),

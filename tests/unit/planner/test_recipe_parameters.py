@@ -36,7 +36,7 @@ CASES |= {recipe: "SmolLM2-135M" for recipe in sorted(CONFIGS.glob("*.yaml")) if
 
 
 CLASSIFIERS = (CriticWorker, ClassifierWorker, RewardModelWorker)
-"""Workers whose model has a score head in place of the language head."""
+"""Workers whose model has a score head in place of the LM head."""
 
 
 LARGEST = ("deepseek-v3-512xh100-grpo", "kimi-k2-768xh100-grpo", "qwen3-235b-a22b-256xh100-grpo")

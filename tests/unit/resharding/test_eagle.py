@@ -85,8 +85,9 @@ def test_norms_before_the_projection_are_required(options, policy: Path, tmp_pat
 
 
 def test_size_of_a_published_draft_is_known() -> None:
-    """A draft for Qwen3-32B on four ranks: attention with 16 query heads, and 2 key and value heads per rank, over the
-    embedding and a hidden state; an MLP; a projection of three hidden states on every rank; norms; and vocabularies."""
+    """One of four ranks of a draft for Qwen3-32B has 16 query heads and 2 key-value heads over the embedding and a
+    hidden state, its shards of the MLP and the vocabularies, and all of the norms and the projection of three hidden
+    states."""
     published = dict(
         architectures=["LlamaForCausalLMEagle3"],
         model_type="llama",

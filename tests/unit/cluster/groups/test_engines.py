@@ -449,7 +449,7 @@ def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("kind", [EngineActor, RewardEngineActor])
 def test_engine_that_loses_a_rank_exits(monkeypatch: pytest.MonkeyPatch, kind: Any, lost: bool) -> None:
-    """The exit makes the engine count as lost. If no rank is lost, the error is raised to the caller."""
+    """The exit makes the engine count as lost. If no rank is lost, the error propagates to the caller."""
     ended: list[object] = []
     monkeypatch.setattr(replicas.processes, "end_descendants", lambda: ended.append("descendants"))
     monkeypatch.setattr(replicas.os, "_exit", ended.append)
