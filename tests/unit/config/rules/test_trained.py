@@ -47,7 +47,7 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
         ),
         (
             ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 6, decay: 0.5}"],
-            "actor.optimizer.schedule.warmup=6, decay=0.5: warmup and decay have 6 + 5 = 11 updates, but the run has "
+            "actor.optimizer.schedule.warmup=6, decay=0.5: warmup and decay take 6 + 5 = 11 updates, but the run has "
             "only 10. Fix: set both to fractions of the run, for example",
         ),
     ],
