@@ -17,7 +17,7 @@ from megarl.cluster.nodes.rendezvous import NODES, Invitation, NodeRendezvous, R
 from megarl.cluster.supervision import processes
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
-from megarl.cluster.supervision.scratch import ray_folder
+from megarl.cluster.supervision.scratch import ray_folder, remove_memory_folder
 from megarl.core import device
 from megarl.core.cores import usable_cores
 from megarl.core.errors import RunFailure, UserError, print_error
@@ -62,7 +62,9 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
         if rendezvous.invitation() is None:
             print("the run has ended", flush=True)
             return
-        processes.end_descendants()  # the run's next attempt has started
+        # The run's next attempt has started. It must not restore copies of this one.
+        processes.end_descendants()
+        remove_memory_folder(scratch)
 
 
 def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path) -> None:

@@ -129,10 +129,11 @@ class NodeRendezvous:
         return sorted(answers, key=lambda report: (_natural(report.name), report.address))
 
     def note_lost(self, names: Sequence[str]) -> None:
-        _write(self._folder / LOST, {"names": list(names)})
+        """Record lost nodes, in addition to those recorded earlier in this attempt."""
+        _write(self._folder / LOST, {"names": sorted({*self.lost(), *names})})
 
     def lost(self) -> list[str]:
-        """Return the names of the lost nodes that made the driver end the run."""
+        """Return the names of the nodes that this attempt has lost."""
         return (_read(self._folder / LOST) or {"names": []})["names"]
 
     def request_stacks(self, files: Sequence[Path]) -> None:
