@@ -22,6 +22,7 @@ class Members:
         addresses = alive_nodes() if others else {}
         self._ray_ids = [first, *(addresses[report.address] for report in others)]
         """Ray's id for each node, by node number."""
+        self._announced = set[str]()
 
     def __len__(self) -> int:
         return len(self._ray_ids)
@@ -47,11 +48,16 @@ class Members:
         return []
 
     def spares(self) -> list[Report]:
-        """Return the reports of the spare nodes, in the order of their names."""
+        """Return the reports of the spare nodes, in the order of their names. Print a line for each new one."""
         if self._rendezvous is None:
             return []
         unused = {address: ray_id for address, ray_id in alive_nodes().items() if ray_id not in self._ray_ids}
-        return [report for report in self._rendezvous.reports() if report.problem is None and report.address in unused]
+        reports = [report for report in self._rendezvous.reports() if not report.problem and report.address in unused]
+        for report in reports:
+            if unused[report.address] not in self._announced:
+                self._announced.add(unused[report.address])
+                print(f"node {report.name}: joined from {report.address} as a spare node", flush=True)
+        return reports
 
     def replace(self, lost: Sequence[int]) -> None:
         """Replace lost nodes by spare nodes. There must be enough of them."""

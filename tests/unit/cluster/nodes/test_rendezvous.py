@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.nodes import gathering
-from megarl.cluster.nodes.gathering import gather, lost_nodes
+from megarl.cluster.nodes.gathering import gather
 from megarl.cluster.nodes.rendezvous import INVITATION, PACKAGES, Invitation, NodeRendezvous, Report
 from megarl.core.errors import RunFailure, UserError
 from megarl.core.versions import installed_versions
@@ -106,11 +106,13 @@ def test_node_that_cannot_join_ends_the_wait(rendezvous: NodeRendezvous, alive: 
         gather(rendezvous, 1, 100.0, "runs/r")
 
 
-def test_lost_nodes_are_those_missing_from_ray(alive: list[int]) -> None:
-    alive += [1, 2]
-    assert lost_nodes([report(2), report(3)], patience_s=9.0) == ["n3"]
-    assert lost_nodes([report(2)], patience_s=0.0) == []
-    assert lost_nodes([], patience_s=9.0) == []
+def test_all_lost_nodes_of_an_attempt_are_recorded(rendezvous: NodeRendezvous) -> None:
+    assert rendezvous.lost() == []
+    for names in (["n3"], ["n2", "n3"]):
+        rendezvous.note_lost(names)
+    assert rendezvous.lost() == ["n2", "n3"]
+    rendezvous.invite(replace(INVITED, id="b2"))
+    assert rendezvous.lost() == []
 
 
 def test_the_token_is_not_written_through_a_link(rendezvous: NodeRendezvous, tmp_path: Path) -> None:
