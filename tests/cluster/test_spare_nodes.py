@@ -9,8 +9,10 @@ import pytest
 
 from megarl.run.audit.audit import audit
 from tests.cluster.cluster_run import ClusterRun, cluster_run
+from tests.cluster.jobs import Launched
 from tests.cluster.machines import Machine, Machines
 from tests.cluster.reference import COMMON, check_same, on_one_machine
+from tests.cluster.slurm import Slurm
 from tests.e2e.run import MEGARL
 from tests.paths import ROOT
 from tests.timing import RUN_S, WAIT_S, wait_until
@@ -70,3 +72,26 @@ def test_spare_node_replaces_a_lost_node_of_ranks(shared: Path) -> None:
     check_same(run.folder, alone)
     is_proven, proof = audit(run.folder, reads_all=True)
     assert is_proven, proof
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_job_replaces_a_crashed_node_in_the_same_attempt(cluster: Slurm, shared: Path) -> None:
+    """Slurm notices the crash after the run has recovered, and must not end the job step."""
+    (shared / "slow").touch()
+    keys = [*KEYS[:2], f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]", "run.steps=1000000"]
+    run = Launched(cluster, shared, "in-place", "--nodes=3", "--spares=1", "--time=30", *keys)
+    nodes = run.wait_for_attempt(1)
+    run.wait_for_line(r"^0: node n\d: joined from .* as a spare node$", seconds=RUN_S)
+    before = run.steps
+    wait_until(lambda: run.steps >= before + 2, lambda: run.log, RUN_S)
+    {machine.name: machine for machine in cluster.machines}[nodes[1]].crash()
+    run.wait_for_line(rf"^0: recovery: node n\d \(.*\) replaces node {nodes[1]}$", seconds=RUN_S)
+    run.wait_for_line(r"^0: recovery: replaced the ranks in ", seconds=RUN_S)
+    wait_until(lambda: "DOWN" in cluster.ask("scontrol", "show", "node", nodes[1]), seconds=RUN_S)
+    before = run.steps
+    wait_until(lambda: run.steps >= before + 20, lambda: run.log, RUN_S)
+    assert len(run.attempts) == 1 and run.job["JobState"] == "RUNNING"
+    cluster.ask("scancel", run.number)
+    cluster.wait_for_state(run.number, "CANCELLED", seconds=WAIT_S)
+    run.check_nothing_is_left()

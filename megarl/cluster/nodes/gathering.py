@@ -14,11 +14,12 @@ POLL_S = 0.2
 
 
 def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
-    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name. Raise
-    UserError if a node cannot join, and RunFailure if one has failed or nodes are missing after timeout_s."""
+    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name. Nodes that
+    join as spare nodes do not count. Raise UserError if a node cannot join, and RunFailure if one has failed or nodes
+    are missing after timeout_s."""
     deadline, announced = time.monotonic() + timeout_s, set[str]()
     while True:
-        reports = rendezvous.reports()
+        reports = [report for report in rendezvous.reports() if not report.is_spare]
         if problems := {report.problem: report.is_failure for report in reports if report.problem is not None}:
             raise (RunFailure if any(problems.values()) else UserError)("\n".join(problems))
         addresses = alive_nodes()

@@ -32,17 +32,18 @@ CONNECT_S, LOST_S = 2.0, 30.0
 lost."""
 
 
-def main(folder: Path, scratch: Path, timeout_s: float) -> int:
-    """Join the run in this folder. Return the exit status: 0 if the driver ended the run, 1 after a failure."""
+def main(folder: Path, scratch: Path, timeout_s: float, is_spare: bool) -> int:
+    """Join the run in this folder, as a spare node if `is_spare`. Return the exit status: 0 if the driver ended the
+    run, 1 after a failure."""
     try:
-        join(NodeRendezvous(folder / NODES), scratch, timeout_s)
+        join(NodeRendezvous(folder / NODES), scratch, timeout_s, is_spare)
     except RunFailure as failure:
         print_error(failure)
         return 1
     return 0
 
 
-def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
+def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: bool) -> None:
     """Take part in a run until its driver ends it.
 
     A signal to this node does not end the process at once, because the driver may save a checkpoint first. The process
@@ -56,7 +57,7 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
     while True:
         invitation = _await_invitation(rendezvous, timeout_s)
         with interrupts.grace(invitation.grace_s + MARGIN_S, is_awaited=True):
-            _take_part(rendezvous, invitation, scratch)
+            _take_part(rendezvous, invitation, scratch, is_spare)
         if interrupts.is_signaled:
             raise KeyboardInterrupt
         if rendezvous.invitation() is None:
@@ -67,9 +68,9 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
         remove_memory_folder(scratch)
 
 
-def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path) -> None:
+def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path, is_spare: bool) -> None:
     """Take part in one attempt of the run, until the driver withdraws the invitation or starts a new attempt."""
-    report = _report(invitation)
+    report = replace(_report(invitation), is_spare=is_spare)
     rendezvous.report(report)
     if report.problem is not None:
         raise UserError(report.problem)

@@ -79,6 +79,7 @@ class Report:
         peak_gb: peak memory of the node's processes so far, in 10⁹ bytes: (RSS, PSS). See MemorySampler.
         problem: the reason why the node does not take part; None if it does.
         is_failure: whether the problem is a run failure rather than a user error.
+        is_spare: whether the node only replaces lost nodes.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Report:
     peak_gb: tuple[float, float] = (0.0, 0.0)
     problem: str | None = None
     is_failure: bool = False
+    is_spare: bool = False
 
 
 class NodeRendezvous:

@@ -22,7 +22,7 @@ def test_attempt_finds_no_copies_of_an_earlier_one(tmp_path: Path, monkeypatch: 
     rendezvous.invite(INVITED)
     found: list[bool] = []
 
-    def take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path) -> None:
+    def take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path, is_spare: bool) -> None:
         found.append(memory_folder(scratch).exists())
         (make_memory_folder(scratch) / "actor-0.0.json").write_text("{}")
         if len(found) == 1:
@@ -32,6 +32,6 @@ def test_attempt_finds_no_copies_of_an_earlier_one(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(module, "_take_part", take_part)
     scratch = make_scratch()
-    module.join(rendezvous, scratch, timeout_s=0.0)
+    module.join(rendezvous, scratch, timeout_s=0.0, is_spare=False)
     remove_scratch(scratch)
     assert found == [False, False]

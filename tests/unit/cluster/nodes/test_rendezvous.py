@@ -88,6 +88,16 @@ def test_gather_returns_the_first_alive_nodes(rendezvous: NodeRendezvous, alive:
     ]
 
 
+def test_gather_ignores_spare_nodes(rendezvous: NodeRendezvous, alive: list[int]) -> None:
+    rendezvous.report(replace(report(2), is_spare=True))
+    rendezvous.report(replace(report(3), is_spare=True, problem="packages differ"))
+    rendezvous.report(report(4))
+    alive += [1, 2, 4]
+    assert gather(rendezvous, 1, 0.0, "runs/r") == [report(4)]
+    with pytest.raises(RunFailure, match=r"only 1 of 2 other nodes joined in time \(n4\)\. Fix"):
+        gather(rendezvous, 2, 0.0, "runs/r")
+
+
 def test_missing_and_joining_nodes_are_named(rendezvous: NodeRendezvous, alive: list[int]) -> None:
     rendezvous.report(report(2))
     rendezvous.report(report(3))
