@@ -95,7 +95,7 @@ class FakeMembers:
         return f"n{number}"
 
     def ray_id(self, number: int) -> str:
-        return f"id {number}"
+        return f"{number + 1:056x}"
 
     def spares(self) -> list[str]:
         return self.spare
