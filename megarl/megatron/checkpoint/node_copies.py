@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,8 +90,9 @@ class NodeCopies:
         """Send and receive one message of each transfer, and wait until all have arrived."""
         if not sent and not received:
             return
-        works = [self._group.recv([tensor], t.source, _tag(t, kind)) for t, tensor in received.items()]
-        works += [self._group.send([tensor], t.destination, _tag(t, kind)) for t, tensor in sent.items()]
+        group: Any = self._group  # torch's stubs lack its methods
+        works = [group.recv([tensor], t.source, _tag(t, kind)) for t, tensor in received.items()]
+        works += [group.send([tensor], t.destination, _tag(t, kind)) for t, tensor in sent.items()]
         for work in works:
             work.wait()
 
