@@ -169,6 +169,7 @@ def join(
         Path, typer.Argument(metavar="FOLDER", help="Run folder on a shared file system, such as runs/quickstart.")
     ],
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds to wait for the run to start.")] = 600.0,
+    spare: Annotated[bool, typer.Option("--spare", help="Run nothing until this machine replaces a lost one.")] = False,
 ) -> None:
     """Join this machine to a multi-node run (cluster.nodes) that `megarl train` starts on another machine."""
     from megarl.cluster.supervision.supervisor import supervised
@@ -176,7 +177,7 @@ def join(
     with supervised(grace_s=MAX_GRACE_S) as scratch:
         from megarl.cluster.nodes.join import main
 
-        raise typer.Exit(main(folder, scratch, wait))
+        raise typer.Exit(main(folder, scratch, wait, spare))
 
 
 app.command()(launch)

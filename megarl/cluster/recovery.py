@@ -2,14 +2,15 @@
 
 When a rank dies, all ranks of the trained models are replaced, because the survivors' collectives have failed and their
 process groups cannot be repaired. The new ranks restore the old ranks' state from shared memory on their nodes, and the
-interrupted part of the step runs again.
+interrupted part of the step runs again. If a node without other processes is lost, a spare node takes its place, and
+its ranks fetch their state from copies on another node. Such copies are kept while there is a spare node.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from megarl.config.model_schema import Role
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import RunFailure
 from megarl.core.metrics import Metric
+from megarl.core.partners import keepers
 
 MAX_REPLACEMENTS = 4
 """Maximum number of replacements per step. A further loss ends the attempt, because the step itself is the likely
@@ -51,6 +53,8 @@ class Recovery:
         """Duration of the unreported replacements."""
         self._fits: bool | None = None
         """Whether copies fit into shared memory; None: not checked yet."""
+        self._partners_fit: bool | None = None
+        """Whether two copies of each rank's state fit, one of them on another node; None: not checked yet."""
         self.disconnect: list[Callable[[], None]] = []
         """Callbacks that make other processes release the old ranks' GPU memory, which otherwise outlives the ranks."""
 
@@ -76,22 +80,41 @@ class Recovery:
         """Return whether copies take at most half of the free shared memory on every node. If they do not, print a note
         at the first call, and never replace ranks."""
         if self._fits is None:
-            needed: Counter[int] = Counter()
-            free: dict[int, int] = {}
-            for group in self._groups.values():
-                for node, (num_bytes, node_free) in zip(group.nodes, group.copy_room().result(), strict=True):
-                    needed[node] += num_bytes
-                    free[node] = node_free
-            lacking = [node for node in needed if 2 * needed[node] > free[node]]
-            self._fits = not lacking
-            for node in lacking[:1]:
-                print(
-                    f"recovery: copies of the trained models' state need {needed[node] / 2**30:.2f} GiB of shared "
-                    f"memory on node {node}, more than half of its free {free[node] / 2**30:.2f} GiB. The loss of a "
-                    "rank therefore ends the attempt. Enlarge /dev/shm to have lost ranks replaced",
-                    flush=True,
-                )
+            self._fits = self._has_room(
+                lambda _: (), "the loss of a rank ends the attempt. Enlarge /dev/shm to have lost ranks replaced"
+            )
+        if self._fits and self._partners_fit is None and self._session.members.spares():
+            self._partners_fit = self._has_room(
+                lambda group: keepers(group.nodes),
+                "the loss of a node ends the attempt. Enlarge /dev/shm to have a spare node replace it",
+            )
         return self._fits
+
+    def keepers(self, group: TrainerGroup) -> Sequence[int]:
+        """Return the rank that keeps a copy of each rank's state on another node. Empty if no spare node could use the
+        copies, or if they do not fit."""
+        return keepers(group.nodes) if self._partners_fit and self._session.members.spares() else ()
+
+    def _has_room(self, keepers_of: Callable[[TrainerGroup], Sequence[int]], consequence: str) -> bool:
+        """Return whether the ranks' own copies and those that keepers hold for them take at most half of the free
+        shared memory on every node. If not, print a note."""
+        needed: Counter[int] = Counter()
+        free: dict[int, int] = {}
+        for group in self._groups.values():
+            sizes = group.copy_room().result()
+            for node, (num_bytes, node_free) in zip(group.nodes, sizes, strict=True):
+                needed[node] += num_bytes
+                free[node] = node_free
+            for rank, keeper in enumerate(keepers_of(group)):
+                needed[group.nodes[keeper]] += sizes[rank][0]
+        lacking = [node for node in needed if 2 * needed[node] > free[node]]
+        for node in lacking[:1]:
+            print(
+                f"recovery: copies of the trained models' state need {needed[node] / 2**30:.2f} GiB of shared memory "
+                f"on node {node}, more than half of its free {free[node] / 2**30:.2f} GiB. Therefore, {consequence}",
+                flush=True,
+            )
+        return not lacking
 
     def note_copied(self, step: int) -> None:
         """Record that all ranks have copied their state after `step`."""
@@ -135,6 +158,7 @@ class Recovery:
             group.kill()
         for disconnect in self.disconnect:
             disconnect()
+        self._session.replace_lost_nodes()
         restored: list[Pending[Any]] = []
         for role, group in self._groups.items():
             group.launch()
@@ -146,5 +170,5 @@ class Recovery:
 
     def _restore(self, group: TrainerGroup) -> Pending[Any]:
         if self._copied is not None:
-            return group.restore_state(self._copied)
+            return group.restore_state(self._copied, self.keepers(group))
         return ready(None) if self._checkpoint is None else group.load_checkpoint(self._checkpoint)

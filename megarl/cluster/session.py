@@ -20,8 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.failure import LostRanks, cause, is_loss, rank, write_stacks
 from megarl.cluster.network import LOOPBACK, interface_of, own_address, own_name, socket_environment
-from megarl.cluster.nodes.gathering import NODE_LOSS_S, alive_nodes, gather, lost_nodes
-from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous, Report
+from megarl.cluster.nodes.gathering import gather
+from megarl.cluster.nodes.members import NODE_LOSS_S, Members
+from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous
 from megarl.cluster.object_store import FLOOR_MIB, object_store_mib
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
@@ -124,9 +125,9 @@ class Session:
         # Replace Ray's handler, which prints a stack trace and skips all cleanup.
         signal.signal(signal.SIGTERM, terminate)
         self._watchdog = Watchdog()
-        self._ray_ids = [ray.get_runtime_context().get_node_id()]
-        """Ray's id for each node, by node number."""
-        self._others: Sequence[Report] = ()
+        self.members = Members(ray.get_runtime_context().get_node_id())
+        self._placed: dict[int, set[str]] = {}
+        """Names of the processes that were placed on each node, by node number."""
         self._rendezvous: NodeRendezvous | None = None
         if config.cluster.nodes > 1:
             assert rendezvous is not None, "a multi-node run has a rendezvous folder"
@@ -154,9 +155,8 @@ class Session:
         )
         rendezvous.invite(invitation)
         run_folder = str(self.logs.parents[1])
-        self._others = gather(rendezvous, config.cluster.nodes - 1, self._timeouts.start, run_folder)
-        addresses = alive_nodes()
-        self._ray_ids += [addresses[node.address] for node in self._others]
+        others = gather(rendezvous, config.cluster.nodes - 1, self._timeouts.start, run_folder)
+        self.members = Members(self.members.ray_id(0), others, rendezvous)
 
     def on_node(self, actor_class: Any, process: Process) -> Any:
         """Return the actor class with options that start it on this process's node."""
@@ -164,7 +164,8 @@ class Session:
 
     def node_of(self, process: Process) -> NodeAffinitySchedulingStrategy:
         """Return the scheduling strategy that starts an actor on this process's node."""
-        return NodeAffinitySchedulingStrategy(self._ray_ids[process.node.number], soft=False)
+        self._placed.setdefault(process.node.number, set()).add(process.name)
+        return NodeAffinitySchedulingStrategy(self.members.ray_id(process.node.number), soft=False)
 
     def __enter__(self) -> Session:
         return self
@@ -252,24 +253,48 @@ class Session:
         all_errors = [error for pending in self._pending for error in pending.errors.values()]
         # Processes that were connected to a lost node, or read its object store, may notice the loss first.
         users = any(rank(error) == 0 for error in all_errors)
-        lost = lost_nodes(self._others, 0.0 if users else NODE_LOSS_S)
-        if self._others and not lost and not users:
+        lost = self.members.lost(0.0 if users else NODE_LOSS_S)
+        if len(self.members) > 1 and not lost and not users:
             self._settle(wanted)  # processes on other nodes, such as a shard of a multi-node engine, may also be lost
             if not (failed := self._failed()):
                 return
         for pending in failed:
             write_stacks(pending.fatal_errors(), self.logs)
-        if self._rendezvous is not None and lost:
-            self._rendezvous.note_lost(lost)
-            nodes = ", ".join(f"node {name}" for name in lost)
-            raise RunFailure(
-                f"{failed[0].phase}: lost {nodes}. See {self.logs}. Fix: replace these nodes and resume the run"
-            )
-        error = cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
         dead = {name for pending in failed for name, error in pending.fatal_errors().items() if is_loss(error)}
-        if dead and dead <= self._replaceable.keys() and not users:
+        is_replaceable = dead <= self._replaceable.keys() and not users
+        if lost:
+            raise self._lost_nodes(lost, f"{failed[0].phase}: ", is_replaceable)
+        error = cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
+        if dead and is_replaceable:
             raise self._lost_ranks(str(error))
         raise error
+
+    def _lost_nodes(self, lost: Sequence[int], phase: str, is_replaceable: bool = True) -> RunFailure:
+        """Return the error for the loss of nodes: LostRanks if spare nodes can replace them. `is_replaceable`: whether
+        no process that cannot be replaced has failed on any node."""
+        names = list(map(self.members.name, lost))
+        if self._rendezvous is not None:
+            self._rendezvous.note_lost(names)
+        message = f"{phase}lost {', '.join(f'node {name}' for name in names)}. See {self.logs}"
+        placed = {name for number in lost for name in self._placed.get(number, ())}
+        others, num_spares = sorted(placed - self._replaceable.keys()), len(self.members.spares())
+        if not self._replaceable or not is_replaceable:
+            reason = ""
+        elif others:
+            reason = f". A spare node replaces only a node of trained models, but {', '.join(others)} ran there"
+        elif num_spares < len(lost):
+            reason = f". {num_spares} of {len(lost)} required spare nodes have joined the run"
+        else:
+            return self._lost_ranks(message)
+        return RunFailure(f"{message}{reason}. Fix: replace these nodes and resume the run")
+
+    def replace_lost_nodes(self) -> None:
+        """Replace lost nodes by spare nodes, which take over their numbers. Raise RunFailure if that is impossible."""
+        if lost := self.members.lost():
+            error = self._lost_nodes(lost, "")
+            if not isinstance(error, LostRanks):
+                raise error
+            self.members.replace(lost)
 
     def _lost_ranks(self, message: str) -> LostRanks:
         """Return the error for the loss of replaceable processes, and drop their calls and all failed calls."""
@@ -302,7 +327,7 @@ class Session:
         logs = [file for name in names for file in (self.logs / f"{name}.log", *self.logs.glob(f"{name}.*.log"))]
         if self._rendezvous is not None:
             self._rendezvous.request_stacks(logs)
-        files = processes.request_stacks(logs, elsewhere=bool(self._others))
+        files = processes.request_stacks(logs, elsewhere=len(self.members) > 1)
         seen = f"Their stacks are at the end of {', '.join(map(str, files))}" if files else f"See {self.logs}"
         return (
             f"{pending.phase}: no response from {', '.join(names)} within {pending.timeout_s:g} s. {seen}. Fix: if "

@@ -57,7 +57,8 @@ class TrainedModels:
         """Copy the models' state after `step` to shared memory, so that lost ranks can be replaced."""
         if self.recovery is not None and self.recovery.fits():
             copying: dict[Role, Callable[[], Pending]] = {
-                role: partial(group.copy_state, step) for role, group in self.groups.items()
+                role: partial(group.copy_state, step, self.recovery.keepers(group))
+                for role, group in self.groups.items()
             }
             self.run(copying, parts=("parameters",))
             self.recovery.note_copied(step)

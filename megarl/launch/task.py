@@ -125,6 +125,8 @@ def main(run: Path) -> int:
         time.sleep(POLL_S)  # Python would handle a signal that arrives just before a blocking wait only after it
     if status:
         await_verdict(folder)
+        if not folder.verdict.exists() and task.node in NodeRendezvous(run / NODES).lost():
+            return 0  # a spare node has replaced this one, so the other tasks must not stop
     return status
 
 
@@ -184,7 +186,8 @@ def drive(task: Task, folder: JobFolder) -> int:
     status, cause = _train(task, folder, attempt)
     attempts.end(attempt, replace(record, ended=time.time()))
     verdict = VERDICTS.get(status, "failed")
-    lost = NodeRendezvous(run / NODES).lost() if verdict == "failed" and len(task.nodes) > 1 else ()
+    failed = verdict in ("failed", "infrastructure")
+    lost = NodeRendezvous(run / NODES).lost() if failed and len(task.nodes) > 1 else ()
     cause = cause or f"megarl train exited with status {status}. Its logs are in {run / 'logs'}"
     status = _write_verdict(folder, verdict, cause, lost)
     print(f"job: {read_ledger(run, now=time.time()).describe()}", flush=True)

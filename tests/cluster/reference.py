@@ -13,8 +13,8 @@ from tests.metrics import MEASURED
 from tests.paths import ROOT
 from tests.timing import RUN_S
 
-VARYING = (*MEASURED, "refit/", "logprob_check/")
-"""Prefixes of metrics that differ between any two runs, or that depend on the weights' transport."""
+VARYING = (*MEASURED, "refit/", "logprob_check/", "recovery/")
+"""Prefixes of metrics that differ between any two runs, that depend on the weights' transport, or that count faults."""
 
 COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "actor.layout.pp=2", "run.export=true"]
 

@@ -121,16 +121,29 @@ class FakeTrainer:
     def copy_bytes(self) -> int:
         return sum(weight.nbytes for weight in self._weights.values())
 
-    def copy_state(self, step: int, folder: Path) -> None:
-        hidden = folder / f"{self._role}-{self._rank}.new"
-        torch.save(self._weights, hidden)
-        hidden.rename(self._copy(step, folder))
+    def copy_state(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
+        """Copy the weights to the folder and, if there are keepers, to those of all other ranks as well."""
+        states = {self._rank: self._weights}
+        if keepers:
+            states |= dict(enumerate(self._gathered(self._weights)))
+        for rank, weights in states.items():
+            self._copy(rank, step - 2, folder).unlink(missing_ok=True)
+            hidden = folder / f"{self._role}-{self._rank}.{rank}.new"
+            torch.save(weights, hidden)
+            hidden.rename(self._copy(rank, step, folder))
 
-    def restore_state(self, step: int, folder: Path) -> None:
-        self._set_weights(torch.load(self._copy(step, folder)))
+    def restore_state(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
+        files = {rank: self._copy(rank, step, folder) for rank in range(dist.get_world_size())}
+        held = self._gathered({rank: torch.load(file) for rank, file in files.items() if file.exists()})
+        self._set_weights(next(states[self._rank] for states in held if self._rank in states))
 
-    def _copy(self, step: int, folder: Path) -> Path:
-        return folder / f"{self._role}-{self._rank}.{step}"
+    def _gathered(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def _copy(self, rank: int, step: int, folder: Path) -> Path:
+        return folder / f"{self._role}-{rank}.{step}"
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         checkpoint.verify(record for record in checkpoint.files if record.path.startswith(f"{self._role}/"))

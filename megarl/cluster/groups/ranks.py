@@ -159,11 +159,13 @@ class RankGroup(WorkerGroup):
         self._session.watch(self._actors, self._are_replaceable)
 
     def kill(self) -> None:
-        """Kill the ranks' processes, including suspended ones, which Ray cannot end, and wait until they are gone."""
+        """Kill the ranks' processes, including suspended ones, which Ray cannot end, and wait until they are gone.
+        Processes on lost nodes are not awaited."""
         for actor in self._actors.values():
             ray.kill(actor)
-        calls = {}
-        for node in {process.node.number: process for process in self._process_ids}.values():
+        calls, lost = {}, self._session.members.lost()
+        placed = {p.node.number: p for p in self._process_ids if p.node.number not in lost}
+        for node in placed.values():
             ids = [process_id for process, process_id in self._process_ids.items() if process.node == node.node]
             task = _kill.options(scheduling_strategy=self._session.node_of(node))
             calls[f"node {node.node.number}"] = task.remote(ids)

@@ -57,11 +57,11 @@ class TrainerProcess(RankActor):
         """Return the size of this rank's copies in shared memory, and the free shared memory on its node, in bytes."""
         return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
 
-    def copy_state(self, step: int) -> None:
-        self._worker.copy_state(step, make_memory_folder(own_scratch()))
+    def copy_state(self, step: int, keepers: Sequence[int]) -> None:
+        self._worker.copy_state(step, make_memory_folder(own_scratch()), keepers)
 
-    def restore_state(self, step: int) -> None:
-        self._worker.restore_state(step, make_memory_folder(own_scratch()))
+    def restore_state(self, step: int, keepers: Sequence[int]) -> None:
+        self._worker.restore_state(step, make_memory_folder(own_scratch()), keepers)
 
     def old_log_probs(self, batch: LocalBatch) -> dict[str, Scores]:
         return self._keep_log_probs("old", batch)
@@ -242,12 +242,12 @@ class TrainerGroup(RankGroup):
         ...
 
     @remote(timeout="checkpoint")
-    def copy_state(self, step: int) -> None:
+    def copy_state(self, step: int, keepers: Sequence[int]) -> None:
         """Copy each rank's state after `step` to its node's shared memory, from which a replacement process can restore
-        it."""
+        it, and to that of its keeper. See core.partners.keepers."""
 
     @remote(timeout="checkpoint")
-    def restore_state(self, step: int) -> None:
+    def restore_state(self, step: int, keepers: Sequence[int]) -> None:
         """Restore the state that earlier processes of these ranks have copied after `step`."""
 
     @remote(timeout="checkpoint")

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.groups.group import ProcessActor
 from megarl.cluster.groups.replicas import ReplicaActor, end_process
 from megarl.cluster.network import LOOPBACK
-from megarl.cluster.nodes.gathering import NODE_LOSS_S
+from megarl.cluster.nodes.members import NODE_LOSS_S
 from megarl.cluster.pending import outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.supervision import segments

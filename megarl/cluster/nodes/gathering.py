@@ -1,4 +1,4 @@
-"""Wait for the run's other nodes to join, and detect lost nodes."""
+"""Wait for the run's other nodes to join."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
 from megarl.core.errors import RunFailure, UserError
 
 POLL_S = 0.2
-NODE_LOSS_S = 30.0
-"""Seconds that Ray's health checks need to detect a lost node. See session.HEALTH_CHECKS."""
 
 
 def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
-    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name. Raise
-    UserError if a node cannot join, and RunFailure if one has failed or nodes are missing after timeout_s."""
+    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name. Nodes that
+    join as spare nodes do not count. Raise UserError if a node cannot join, and RunFailure if one has failed or nodes
+    are missing after timeout_s."""
     deadline, announced = time.monotonic() + timeout_s, set[str]()
     while True:
-        reports = rendezvous.reports()
+        reports = [report for report in rendezvous.reports() if not report.is_spare]
         if problems := {report.problem: report.is_failure for report in reports if report.problem is not None}:
             raise (RunFailure if any(problems.values()) else UserError)("\n".join(problems))
         addresses = alive_nodes()
@@ -52,16 +51,3 @@ def _missing(joined: Sequence[Report], reports: Sequence[Report], count: int, ti
 def alive_nodes() -> Mapping[str, str]:
     """Return each live node's Ray id, by address."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def lost_nodes(nodes: Sequence[Report], patience_s: float) -> list[str]:
-    """Return the names of nodes that Ray has detected as lost. A lost process is often the first sign of a lost node,
-    so wait up to patience_s seconds until Ray detects one."""
-    deadline = time.monotonic() + patience_s
-    while nodes:
-        addresses = alive_nodes()
-        lost = [node.name for node in nodes if node.address not in addresses]
-        if lost or time.monotonic() > deadline:
-            return lost
-        time.sleep(POLL_S)
-    return []

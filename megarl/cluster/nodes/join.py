@@ -17,7 +17,7 @@ from megarl.cluster.nodes.rendezvous import NODES, Invitation, NodeRendezvous, R
 from megarl.cluster.supervision import processes
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
-from megarl.cluster.supervision.scratch import ray_folder
+from megarl.cluster.supervision.scratch import ray_folder, remove_memory_folder
 from megarl.core import device
 from megarl.core.cores import usable_cores
 from megarl.core.errors import RunFailure, UserError, print_error
@@ -32,17 +32,18 @@ CONNECT_S, LOST_S = 2.0, 30.0
 lost."""
 
 
-def main(folder: Path, scratch: Path, timeout_s: float) -> int:
-    """Join the run in this folder. Return the exit status: 0 if the driver ended the run, 1 after a failure."""
+def main(folder: Path, scratch: Path, timeout_s: float, is_spare: bool) -> int:
+    """Join the run in this folder, as a spare node if `is_spare`. Return the exit status: 0 if the driver ended the
+    run, 1 after a failure."""
     try:
-        join(NodeRendezvous(folder / NODES), scratch, timeout_s)
+        join(NodeRendezvous(folder / NODES), scratch, timeout_s, is_spare)
     except RunFailure as failure:
         print_error(failure)
         return 1
     return 0
 
 
-def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
+def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: bool) -> None:
     """Take part in a run until its driver ends it.
 
     A signal to this node does not end the process at once, because the driver may save a checkpoint first. The process
@@ -56,18 +57,20 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
     while True:
         invitation = _await_invitation(rendezvous, timeout_s)
         with interrupts.grace(invitation.grace_s + MARGIN_S, is_awaited=True):
-            _take_part(rendezvous, invitation, scratch)
+            _take_part(rendezvous, invitation, scratch, is_spare)
         if interrupts.is_signaled:
             raise KeyboardInterrupt
         if rendezvous.invitation() is None:
             print("the run has ended", flush=True)
             return
-        processes.end_descendants()  # the run's next attempt has started
+        # The run's next attempt has started. It must not restore copies of this one.
+        processes.end_descendants()
+        remove_memory_folder(scratch)
 
 
-def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path) -> None:
+def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path, is_spare: bool) -> None:
     """Take part in one attempt of the run, until the driver withdraws the invitation or starts a new attempt."""
-    report = _report(invitation)
+    report = replace(_report(invitation), is_spare=is_spare)
     rendezvous.report(report)
     if report.problem is not None:
         raise UserError(report.problem)

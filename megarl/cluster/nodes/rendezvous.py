@@ -79,6 +79,7 @@ class Report:
         peak_gb: peak memory of the node's processes so far, in 10⁹ bytes: (RSS, PSS). See MemorySampler.
         problem: the reason why the node does not take part; None if it does.
         is_failure: whether the problem is a run failure rather than a user error.
+        is_spare: whether the node only replaces lost nodes.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Report:
     peak_gb: tuple[float, float] = (0.0, 0.0)
     problem: str | None = None
     is_failure: bool = False
+    is_spare: bool = False
 
 
 class NodeRendezvous:
@@ -129,10 +131,11 @@ class NodeRendezvous:
         return sorted(answers, key=lambda report: (_natural(report.name), report.address))
 
     def note_lost(self, names: Sequence[str]) -> None:
-        _write(self._folder / LOST, {"names": list(names)})
+        """Record lost nodes, in addition to those recorded earlier in this attempt."""
+        _write(self._folder / LOST, {"names": sorted({*self.lost(), *names})})
 
     def lost(self) -> list[str]:
-        """Return the names of the lost nodes that made the driver end the run."""
+        """Return the names of the nodes that this attempt has lost."""
         return (_read(self._folder / LOST) or {"names": []})["names"]
 
     def request_stacks(self, files: Sequence[Path]) -> None:

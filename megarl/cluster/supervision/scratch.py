@@ -61,6 +61,13 @@ def make_memory_folder(scratch: Path) -> Path:
         ) from error
 
 
+def remove_memory_folder(scratch: Path) -> None:
+    """Remove the run's folder in shared memory, if there is one that no other user may have created."""
+    if NAME.fullmatch(scratch.name):
+        with suppress(OSError, Untrusted), private_folder(memory_folder(scratch)):
+            shutil.rmtree(memory_folder(scratch), ignore_errors=True)
+
+
 _locks: list[int] = []
 """Descriptors of the lock files in the scratch folders that this process has created."""
 
@@ -79,9 +86,7 @@ def make_scratch() -> Path:
 def remove_scratch(folder: Path) -> None:
     """Remove a scratch folder and its contents, unless it is gone and another user has taken its name. The lock file is
     removed last, and only if nothing else is left: without it, no later run could remove the folder."""
-    if NAME.fullmatch(folder.name):
-        with suppress(OSError, Untrusted), private_folder(memory_folder(folder)):
-            shutil.rmtree(memory_folder(folder), ignore_errors=True)
+    remove_memory_folder(folder)
     with suppress(OSError, Untrusted), private_folder(folder):
         for path in _contents(folder):
             if path.is_dir() and not path.is_symlink():

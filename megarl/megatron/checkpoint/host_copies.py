@@ -67,42 +67,48 @@ class HostCopies:
     def write(
         self, step: int, specs: Mapping[str, Spec], values: Mapping[str, Any]
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the tensors of a new copy, which the body fills, by name. The copy replaces the older of the two, and
-        exists once the body has finished. `values` is stored as JSON. Raise InfrastructureFailure if the shared memory
-        is full."""
-        records = {slot: self._record(slot) for slot in SLOTS}
-        slot = min(SLOTS, key=lambda slot: -1 if (record := records[slot]) is None else record["step"])
-        record = self._path(slot, "json")
-        record.unlink(missing_ok=True)
-        yield self._tensors(slot, specs)
+        """Yield the tensors of a new copy, which the body fills, by name. `values` is stored as JSON. Otherwise like
+        `write_memory`."""
+        record = json.dumps({"step": step, "values": values})
+        with self.write_memory(step, record, _total_bytes(specs)) as memory:
+            yield _tensors(memory, specs)
+
+    @contextmanager
+    def write_memory(self, step: int, record: str, num_bytes: int) -> Iterator[torch.Tensor]:
+        """Yield the memory of a new copy, which the body fills. The copy exists once the body has finished. It replaces
+        a copy of the same or a later step, which an interrupted attempt at the step has left, or else the older copy.
+        Raise InfrastructureFailure if the shared memory is full."""
+        steps = {slot: -1 if (found := self._record(slot)) is None else found["step"] for slot in SLOTS}
+        slot = min(SLOTS, key=lambda slot: -1 if steps[slot] >= step else steps[slot])
+        self._path(slot, "json").unlink(missing_ok=True)
+        yield self._mapped(slot, num_bytes)
         hidden = self._path(slot, "new")
-        hidden.write_text(json.dumps({"step": step, "values": values}))
-        hidden.rename(record)
+        hidden.write_text(record)
+        hidden.rename(self._path(slot, "json"))
+
+    def has(self, step: int) -> bool:
+        """Return whether there is a copy after `step`."""
+        return self._slot(step) is not None
 
     def read(self, step: int, specs: Mapping[str, Spec]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return the tensors and values of the copy after `step`. Raise InfrastructureFailure if there is none."""
-        for slot in SLOTS:
-            record = self._record(slot)
-            if record is not None and record["step"] == step:
-                return self._tensors(slot, specs), record["values"]
-        raise InfrastructureFailure(
-            f"{self._folder}: no copy of {self._rank} after step {step}. Fix: resume from the newest checkpoint with "
-            "resume=auto"
-        )
+        """Return the tensors and values of the copy after `step`."""
+        record, memory = self.read_memory(step)
+        return _tensors(memory, specs), json.loads(record)["values"]
+
+    def read_memory(self, step: int) -> tuple[str, torch.Tensor]:
+        """Return the record and the memory of the copy after `step`."""
+        slot = self._slot(step)
+        assert slot is not None, f"{self._folder}: no copy of {self._rank} after step {step}"
+        return self._path(slot, "json").read_text(), self._mapped(slot, self._path(slot, "tensors").stat().st_size)
+
+    def _slot(self, step: int) -> int | None:
+        return next((slot for slot in SLOTS if (self._record(slot) or {}).get("step") == step), None)
 
     def _record(self, slot: int) -> dict[str, Any] | None:
         try:
             return parse_object(self._path(slot, "json").read_text())
         except FileNotFoundError:
             return None
-
-    def _tensors(self, slot: int, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
-        memory, tensors, start = self._mapped(slot, sum(spec.num_bytes for spec in specs.values())), {}, 0
-        for name, spec in specs.items():
-            size = torch.Size(spec.shape).numel() * spec.dtype.itemsize
-            tensors[name] = memory[start : start + size].view(spec.dtype).view(spec.shape)
-            start += spec.num_bytes
-        return tensors
 
     def _mapped(self, slot: int, num_bytes: int) -> torch.Tensor:
         if slot not in self._memory:
@@ -130,12 +136,25 @@ class HostCopies:
         return self._folder / f"{self._rank}.{slot}.{kind}"
 
 
+def _tensors(memory: torch.Tensor, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
+    tensors, start = {}, 0
+    for name, spec in specs.items():
+        size = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+        tensors[name] = memory[start : start + size].view(spec.dtype).view(spec.shape)
+        start += spec.num_bytes
+    return tensors
+
+
+def _total_bytes(specs: Mapping[str, Spec]) -> int:
+    return sum(spec.num_bytes for spec in specs.values())
+
+
 def num_bytes(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, weight_snapshots: WeightSnapshots
 ) -> int:
     """Return the size in bytes of both copies of this rank."""
     specs = _specs(optimizer, _others(chunks, weight_snapshots))
-    return len(SLOTS) * sum(spec.num_bytes for spec in specs.values())
+    return len(SLOTS) * _total_bytes(specs)
 
 
 @torch.no_grad()

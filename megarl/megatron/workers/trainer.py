@@ -28,7 +28,7 @@ from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step
 from megarl.megatron.advantages import AnyBatch, estimate_advantages
 from megarl.megatron.checkpoint import host_copies, sharded
-from megarl.megatron.checkpoint.host_copies import HostCopies
+from megarl.megatron.checkpoint.node_copies import NodeCopies
 from megarl.megatron.loss_scale import LossScale
 from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import begin_main_weights, main_grad, rounded_parameters
@@ -72,7 +72,7 @@ class TrainerWorker(ModelWorker, ABC):
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         super().__init__(config, model_folder, rank, store, threads)
-        settings = self._settings
+        settings, self._store = self._settings, store
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         """Scores from passes over this step's samples: name in TokenBatch -> sample id -> float32 [R]."""
         undecayed = self._chosen("optimizer.no_weight_decay", settings.optimizer.no_weight_decay)
@@ -86,7 +86,7 @@ class TrainerWorker(ModelWorker, ABC):
         """Number of optimizer steps so far, which determines the learning rate."""
         self._skipped = SkippedUpdates()
         self._loss_scale = LossScale(self.chunks, self.dtype, optimizer_config(settings, self.dtype))
-        self._copies: HostCopies | None = None
+        self._copies: NodeCopies | None = None
         self._has_moved = False
         """Whether this step has updated the parameters."""
         self._epoch = 0
@@ -348,10 +348,12 @@ class TrainerWorker(ModelWorker, ABC):
         """Return the size in bytes of this rank's copies in host memory."""
         return host_copies.num_bytes(self.chunks, self.optimizer, self._weight_snapshots)
 
-    def copy_state(self, step: int, folder: Path) -> None:
-        """Copy the state after `step` to the run's folder in shared memory, which outlives this process."""
+    def copy_state(self, step: int, folder: Path, keepers: Sequence[int] = ()) -> None:
+        """Copy the state after `step` to the run's folder in shared memory, which outlives this process, and deliver
+        the copy to its keeper on another node. For `keepers`, see NodeCopies.deliver."""
+        copies = self._copies_in(folder)
         host_copies.save(
-            self._copies_in(folder),
+            copies.own,
             step,
             self.chunks,
             self.optimizer,
@@ -359,16 +361,20 @@ class TrainerWorker(ModelWorker, ABC):
             self._counters(),
             self._offload.on_device,
         )
+        copies.deliver(step, keepers)
 
-    def restore_state(self, step: int, folder: Path) -> None:
-        """Restore the state after `step` that an earlier process of this rank has copied to the folder."""
+    def restore_state(self, step: int, folder: Path, keepers: Sequence[int] = ()) -> None:
+        """Restore the state after `step` that an earlier process of this rank has copied to the folder, on this node or
+        on the keeper's."""
         copies = self._copies_in(folder)
-        counters = host_copies.restore(copies, step, self.chunks, self.optimizer, self._weight_snapshots)
+        copies.fetch(step, keepers)
+        counters = host_copies.restore(copies.own, step, self.chunks, self.optimizer, self._weight_snapshots)
         self._restore_counters(counters)
 
-    def _copies_in(self, folder: Path) -> HostCopies:
+    def _copies_in(self, folder: Path) -> NodeCopies:
         if self._copies is None:
-            self._copies = HostCopies(folder, f"{self.role}-{self._rank}")
+            timeout_s = self._config.cluster.timeouts.longest
+            self._copies = NodeCopies(folder, self.role, self._rank, self._store, timeout_s)
         return self._copies
 
     def _has_layout_of(self, checkpoint: Checkpoint) -> bool:

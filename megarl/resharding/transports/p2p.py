@@ -13,7 +13,6 @@ first batch between two ranks, which blocks the host while NCCL connects them.
 
 from __future__ import annotations
 
-import os
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -25,12 +24,13 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in __all__
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from megarl.core import device
 from megarl.resharding.piece import Place
 from megarl.resharding.planning.plan import Bucket, Copy, Hop, Link, Move, Plan
 from megarl.resharding.transports.bucket_layout import BucketLayout, lay_out
+from megarl.resharding.transports.gloo_group import gloo_group
 from megarl.resharding.transports.nccl_group import NcclGroup
 from megarl.resharding.transports.transport import Delivered, Delivery
 from megarl.resharding.transports.waiter import Waiter
@@ -124,7 +124,7 @@ class PointToPoint:
         self._group: ProcessGroupGloo | NcclGroup | None = (
             NcclGroup(self._store, self._timeout, self._rank, plan, self._device)
             if device.uses_nccl()
-            else _gloo_group(self._store, self._timeout, self._rank, len(plan.holders))
+            else gloo_group(self._store, self._timeout, self._rank, len(plan.holders))
         )
         self._is_connected = False
         """Whether the NCCL communicators have been created."""
@@ -350,24 +350,6 @@ def _store(rendezvous: Rendezvous) -> PrefixStore:
     timeout = timedelta(seconds=rendezvous.timeout_s)
     store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
     return PrefixStore(rendezvous.name, store)
-
-
-def _gloo_group(store: Store, timeout: timedelta, rank: int, size: int) -> ProcessGroupGloo:
-    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # missing in torch's stubs
-    options._timeout = timeout
-    options._devices = [_network_device()]
-    return ProcessGroupGloo(store, rank, size, options)
-
-
-def _network_device() -> ProcessGroupGloo.Device:
-    """Return the gloo device for the first interface in GLOO_SOCKET_IFNAME or, if unset, for the host name's address.
-
-    Connections are established lazily, because most pairs of members never exchange messages.
-    """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        return ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
-    return ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
 def _close_connections(group: ProcessGroupGloo | NcclGroup, neighbors: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -48,11 +49,11 @@ class Group:
     def copy_room(self) -> Pending[list[tuple[int, int]]]:
         return ready([self.room] * len(self.nodes))
 
-    def copy_state(self, step: int) -> Pending[None]:
-        return self._note(f"copy {step}")
+    def copy_state(self, step: int, keepers: Sequence[int]) -> Pending[None]:
+        return self._note(f"copy {step}" + describe(keepers))
 
-    def restore_state(self, step: int) -> Pending[None]:
-        return self._note(f"restore {step}")
+    def restore_state(self, step: int, keepers: Sequence[int]) -> Pending[None]:
+        return self._note(f"restore {step}" + describe(keepers))
 
     def load_checkpoint(self, checkpoint: str) -> Pending[None]:
         return self._note(f"load {checkpoint}")
@@ -64,17 +65,32 @@ class Group:
         return self._note("onload")
 
 
+def describe(keepers: Sequence[int]) -> str:
+    return f", kept by {list(keepers)}" if keepers else ""
+
+
 class Models:
-    """Trained models with fakes of their groups."""
+    """Trained models with fakes of their groups, and the names of the spare nodes."""
 
     def __init__(self, *groups: Group, checkpoint: str | None = None, shares_devices: bool = False):
         self.log, self.spans = groups[0].log, []
         by_role = {group.role: group for group in groups}
         sharing = {role: [other for other in by_role if other != role] if shares_devices else [] for role in by_role}
-        session = SimpleNamespace(trace=SimpleNamespace(record=lambda name, *_: self.spans.append(name)))
+        self.spares: list[str] = []
+        self.obstacle: RunFailure | None = None
+        session = SimpleNamespace(
+            trace=SimpleNamespace(record=lambda name, *_: self.spans.append(name)),
+            members=SimpleNamespace(spares=lambda: self.spares),
+            replace_lost_nodes=self._replace_nodes,
+        )
         self.recovery = Recovery(session, by_role, sharing, checkpoint)
         self.recovery.disconnect.append(lambda: self.log.append("disconnect"))
         self.trained = TrainedModels(by_role, sharing, self.recovery)
+
+    def _replace_nodes(self) -> None:
+        self.log.append("replace nodes")
+        if self.obstacle is not None:
+            raise self.obstacle
 
     def run(self, *outcomes: Exception | None) -> int:
         """Attempt a task that has these outcomes, in order. Return the number of attempts."""
@@ -107,7 +123,7 @@ def test_ranks_get_the_state_of_the_latest_copy(capsys: pytest.CaptureFixture[st
         models.trained.copy_state(step)
     models.log.clear()
     assert models.run(loss(), None) == 2
-    assert models.log == ["actor kill", "disconnect", "actor launch", "actor start", "actor restore 5"]
+    assert models.log == ["actor kill", "disconnect", "replace nodes", "actor launch", "actor start", "actor restore 5"]
     assert models.spans == ["recover"]
     output = capsys.readouterr().out
     assert (
@@ -123,7 +139,7 @@ def test_ranks_get_the_state_of_the_latest_copy(capsys: pytest.CaptureFixture[st
 def test_first_step_repeats_from_the_initial_state(checkpoint: str | None, loaded: list[str]) -> None:
     models = Models(actor(), checkpoint=checkpoint)
     assert models.run(loss(), None) == 2
-    assert models.log == ["actor kill", "disconnect", "actor launch", "actor start", *loaded]
+    assert models.log == ["actor kill", "disconnect", "replace nodes", "actor launch", "actor start", *loaded]
 
 
 def test_failed_copy_leaves_the_earlier_one_in_use() -> None:
@@ -160,7 +176,7 @@ def test_models_on_shared_devices_load_one_at_a_time() -> None:
     assert models.run(loss(), None) == 2
     restored = [["launch", "start", "restore 2", "offload"] for _ in range(2)]
     expected = [f"{role} {call}" for role, calls in zip(("actor", "critic"), restored, strict=True) for call in calls]
-    assert log == ["actor kill", "critic kill", "disconnect", *expected]
+    assert log == ["actor kill", "critic kill", "disconnect", "replace nodes", *expected]
 
 
 def test_step_that_always_loses_a_rank_ends_the_run() -> None:
@@ -214,6 +230,49 @@ def test_room_is_counted_on_each_node() -> None:
     models = Models(actor(room=(GIB, 2 * GIB), nodes=(0, 1)))
     models.trained.copy_state(1)
     assert models.log == ["actor copy 1"]
+
+
+def test_partners_keep_copies_while_there_is_a_spare_node() -> None:
+    models = Models(actor(nodes=(0, 0, 1, 1)))
+    models.trained.copy_state(1)
+    models.spares = ["n4"]
+    models.trained.copy_state(2)
+    models.run(loss(), None)
+    models.spares = []
+    models.trained.copy_state(3)
+    models.run(loss(), None)
+    copies = [call for call in models.log if "copy" in call or "restore" in call]
+    kept = ", kept by [2, 3, 0, 1]"
+    assert copies == [
+        "actor copy 1",
+        f"actor copy 2{kept}",
+        f"actor restore 2{kept}",
+        "actor copy 3",
+        "actor restore 3",
+    ]
+
+
+def test_node_that_cannot_be_replaced_ends_the_run() -> None:
+    models = Models(actor(nodes=(0, 1)))
+    models.obstacle = RunFailure("lost node n1")
+    models.trained.copy_state(1)
+    with pytest.raises(RunFailure, match=r"^lost node n1$"):
+        models.run(loss(), None)
+    assert "actor launch" not in models.log
+
+
+def test_partners_keep_no_copies_without_room(capsys: pytest.CaptureFixture[str]) -> None:
+    """Node 0 has room for its two ranks' copies, but not for those of the other node's rank, which it would keep."""
+    models = Models(actor(nodes=(0, 0, 1), room=(GIB, 5 * GIB)))
+    models.spares = ["n4"]
+    for step in (1, 2):
+        models.trained.copy_state(step)
+    assert models.log == ["actor copy 1", "actor copy 2"]
+    [line] = capsys.readouterr().out.splitlines()
+    assert "need 3.00 GiB of shared memory on node 0, more than half of its free 5.00 GiB. Therefore, the loss " in line
+    assert "of a node ends the attempt" in line
+    assert models.run(loss(), None) == 2
+    assert models.log[-1] == "actor restore 2"
 
 
 def test_models_without_recovery_have_one_attempt() -> None:

@@ -16,6 +16,7 @@ from megarl.cluster import session as module
 from megarl.cluster.failure import LostRanks
 from megarl.cluster.object_store import object_store_mib
 from megarl.cluster.pending import Answers, Pending, first, join
+from megarl.cluster.placement import Node, Process
 from megarl.cluster.session import Session
 from megarl.config.cluster_schema import Timeouts
 from megarl.config.load import load
@@ -73,6 +74,36 @@ class FakeActor:
         return Call(self.ray.now, ActorDiedError() if self.ray.now >= self.until else None)
 
 
+@dataclass
+class FakeMembers:
+    """A run's nodes, n0 and so on. Ray detects lost nodes as late as a wait allows."""
+
+    ray: FakeRay
+    count: int = 1
+    gone: list[int] = field(default_factory=list)
+    spare: list[str] = field(default_factory=list)
+    replaced: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def lost(self, patience_s: float = 0.0) -> list[int]:
+        self.ray.sleep(patience_s if self.count > 1 else 0.0)
+        return self.gone
+
+    def name(self, number: int) -> str:
+        return f"n{number}"
+
+    def ray_id(self, number: int) -> str:
+        return f"{number + 1:056x}"
+
+    def spares(self) -> list[str]:
+        return self.spare
+
+    def replace(self, lost: Sequence[int]) -> None:
+        self.replaced += lost
+
+
 class FakeWatchdog:
     phase = ""
     checks = 0
@@ -98,7 +129,8 @@ def session(ray: FakeRay) -> Session:
     session._watched = {name: FakeActor(ray) for name in ("trainer-0", "trainer-1", "engine-0")}
     session._replaceable = {}
     session._watchdog = FakeWatchdog()
-    session._pending, session._others, session._rendezvous = [], (), None
+    session.members, session._placed = FakeMembers(ray), {}
+    session._pending, session._rendezvous = [], None
     return session
 
 
@@ -230,6 +262,86 @@ def test_other_failures_beside_a_lost_rank_end_the_run(replaceable: Session, oth
     assert not isinstance(error.value, LostRanks)
 
 
+@pytest.fixture
+def nodes(replaceable: Session) -> Session:
+    """A session in which an engine runs on node 1, and a trainer on each of nodes 2 and 3. Node 3 is lost."""
+    replaceable.members.count, replaceable.members.gone = 4, [3]
+    for number, process in ((1, "engine-0"), (2, "trainer-0"), (3, "trainer-1")):
+        role, index = process.split("-")
+        replaceable.node_of(Process(role, int(index), 1, Node(number, range(number, number + 1), 1)))
+    replaceable._rendezvous = SimpleNamespace(noted=[], note_lost=lambda names: noted(replaceable).extend(names))
+    return replaceable
+
+
+def noted(session: Session) -> list[str]:
+    return session._rendezvous.noted
+
+
+def lose_a_node(session: Session, **others: Any) -> RunFailure:
+    calls = {"trainer-0": Call(3, RESET), "trainer-1": Call(4, ActorDiedError()), **others}
+    with pytest.raises(RunFailure) as error:
+        results(session, calls, "update")
+    return error.value
+
+
+def test_spare_node_makes_a_lost_node_replaceable(nodes: Session, ray: FakeRay) -> None:
+    nodes.members.spare = ["n4"]
+    rollout = nodes.submit({"engine-0": Call(90, "samples")}, "rollout", "rollout")
+    loss = lose_a_node(nodes)
+    assert isinstance(loss, LostRanks) and str(loss) == "update: lost node n3. See /logs"
+    assert noted(nodes) == ["n3"] and nodes.members.replaced == []
+    nodes.replace_lost_nodes()
+    assert nodes.members.replaced == [3]
+    assert rollout.result() == Answers({"engine-0": "samples"}, set())
+
+
+def test_without_lost_nodes_none_is_replaced(nodes: Session) -> None:
+    nodes.members.gone = []
+    nodes.replace_lost_nodes()
+    assert nodes.members.replaced == [] and noted(nodes) == []
+
+
+@pytest.mark.parametrize(("lost", "spares"), [([3], 0), ([2, 3], 1)])
+def test_missing_spare_nodes_are_named(nodes: Session, lost: list[int], spares: int) -> None:
+    nodes.members.gone, nodes.members.spare = lost, ["n4"][:spares]
+    names = ", ".join(f"node n{number}" for number in lost)
+    expected = (
+        f"lost {names}. See /logs. {spares} of {len(lost)} required spare nodes have joined the run. Fix: replace "
+        "these nodes and resume the run"
+    )
+    failure = lose_a_node(nodes)
+    assert not isinstance(failure, LostRanks) and str(failure) == f"update: {expected}"
+    with pytest.raises(RunFailure, match=f"^{expected}$"):
+        nodes.replace_lost_nodes()
+
+
+def test_node_with_other_processes_is_not_replaced(nodes: Session) -> None:
+    nodes.members.gone, nodes.members.spare = [1, 3], ["n4", "n5"]
+    failure = lose_a_node(nodes)
+    assert not isinstance(failure, LostRanks)
+    assert "A spare node replaces only a node of trained models, but engine-0 ran there. Fix: " in str(failure)
+    with pytest.raises(RunFailure, match="engine-0 ran there"):
+        nodes.replace_lost_nodes()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [ActorDiedError(), RayTaskError("f", "", UserError("no such function"))],
+    ids=["lost engine", "user's error"],
+)
+def test_node_lost_beside_other_failures_ends_the_run(nodes: Session, other: Exception) -> None:
+    nodes.members.spare = ["n4"]
+    failure = lose_a_node(nodes, **{"engine-0": Call(3, other)})
+    assert not isinstance(failure, LostRanks)
+    assert str(failure) == "update: lost node n3. See /logs. Fix: replace these nodes and resume the run"
+
+
+def test_engine_errors_follow_from_a_lost_node(nodes: Session) -> None:
+    """An engine that receives weights from a lost node fails, but is not lost."""
+    nodes.members.spare = ["n4"]
+    assert isinstance(lose_a_node(nodes, **{"engine-0": Call(3, RESET)}), LostRanks)
+
+
 MAY_FAIL = ("engine-0", "engine-1")
 
 
@@ -249,12 +361,9 @@ def test_peer_errors_after_a_tolerated_loss_are_ignored(session: Session) -> Non
     assert session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result() == Answers({}, {"engine-0"})
 
 
-def test_loss_on_another_node_may_be_noticed_late(
-    session: Session, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_on_another_node_may_be_noticed_late(session: Session) -> None:
     """The loss is noticed while the session waits for Ray to report a lost node."""
-    monkeypatch.setattr(session, "_others", ("another node",))
-    monkeypatch.setattr(module, "lost_nodes", lambda others, patience_s: ray.sleep(patience_s) or [])
+    session.members.count = 2
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     calls = {"trainer-0": Call(1, reset), "engine-0": Call(10, ActorDiedError()), "engine-1": Call(19, "refitted")}
     answers = session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result()

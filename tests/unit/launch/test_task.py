@@ -7,9 +7,11 @@ import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megarl.cluster.nodes.rendezvous import NodeRendezvous
 from megarl.config.load import dump, load
 from megarl.launch import task
 from megarl.launch.folder import Job, JobFolder
@@ -37,6 +39,32 @@ def test_failed_task_exits_once_the_driver_has_a_verdict(tmp_path: Path, monkeyp
 def test_failed_task_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "VERDICT_S", 0.0)
     task.await_verdict(JobFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("lost", "verdict", "expected"), [(["n1"], False, 0), (["n1"], True, 1), (["n2"], False, 1), ([], False, 1)]
+)
+def test_replaced_node_does_not_stop_the_other_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: list[str], verdict: bool, expected: int
+) -> None:
+    """`megarl join` fails on n1. srun stops all tasks if this one exits with a status other than 0."""
+    folder, nodes = JobFolder(tmp_path), tmp_path / "nodes"
+    folder.path.mkdir()
+    nodes.mkdir()
+    folder.write_job(Job(str(tmp_path), 1, 0, 3))
+    NodeRendezvous(nodes).note_lost(lost)
+    if verdict:
+        folder.write_verdict("failed", "a cause")
+    slurm = {"SLURM_PROCID": "1", "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}
+    for name, value in (slurm | {"MEGARL_NODES": "n0 n1", "MEGARL_ALLOCATED": "50"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    for name in ("_await_folder", "examine_node", "await_reports", "send_report", "load"):
+        monkeypatch.setattr(task, name, lambda *_: None)
+    monkeypatch.setattr(task, "VERDICT_S", 0.0)
+    monkeypatch.setattr(task.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(task.subprocess, "Popen", lambda _: SimpleNamespace(poll=lambda: 1))
+    assert task.main(tmp_path) == expected
 
 
 @pytest.fixture

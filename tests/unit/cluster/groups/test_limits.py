@@ -130,8 +130,8 @@ CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
     "actor finish checkpoint": ("checkpoint", lambda groups, folder: groups.actor.finish_checkpoint(folder)),
     "actor check checkpoint": ("checkpoint", lambda groups, _: groups.actor.load_checkpoint(None)),
     "actor copy room": ("checkpoint", lambda groups, _: groups.actor.copy_room()),
-    "actor copy state": ("checkpoint", lambda groups, _: groups.actor.copy_state(1)),
-    "actor restore state": ("checkpoint", lambda groups, _: groups.actor.restore_state(1)),
+    "actor copy state": ("checkpoint", lambda groups, _: groups.actor.copy_state(1, ())),
+    "actor restore state": ("checkpoint", lambda groups, _: groups.actor.restore_state(1, ())),
     "actor export": ("checkpoint", lambda groups, folder: groups.actor._export.on_first(None, None, folder)),
 }
 """Phase -> its timeout key and the function that starts it."""

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from megarl.cluster.groups import ranks
+from megarl.cluster.groups.ranks import RankGroup
+from megarl.cluster.pending import ready
+from megarl.cluster.placement import Node, Process
 from tests.paths import BASE, ROOT
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -48,3 +53,26 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_in_layer_parallelism_uses_one_device_connection(found: list[str], number: int) -> None:
     """The user's environment takes precedence."""
     assert found[number] == CASES[number][2]
+
+
+def test_processes_on_lost_nodes_are_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [Node(number, range(number, number + 1), 1) for number in range(3)]
+    processes = {Process("trainer", node.number, 1, node): f"id {node.number}" for node in nodes}
+    killed: list[str] = []
+    submitted: dict[str, list[str]] = {}
+    session = SimpleNamespace(
+        members=SimpleNamespace(lost=lambda: [1]),
+        node_of=lambda process: process.node.number,
+        submit=lambda calls, *_: submitted.update(calls) or ready(None),
+    )
+    task = SimpleNamespace(
+        options=lambda scheduling_strategy: SimpleNamespace(remote=lambda ids: (scheduling_strategy, ids))
+    )
+    monkeypatch.setattr(ranks, "ray", SimpleNamespace(kill=killed.append))
+    monkeypatch.setattr(ranks, "_kill", task)
+    group = RankGroup.__new__(RankGroup)  # without processes
+    group.role, group._session, group._process_ids = "actor", session, processes
+    group._actors = {process.name: process.name for process in processes}
+    group.kill()
+    assert killed == ["trainer-0", "trainer-1", "trainer-2"]
+    assert submitted == {"node 0": (0, ["id 0"]), "node 2": (2, ["id 2"])}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.nodes import gathering
-from megarl.cluster.nodes.gathering import gather, lost_nodes
+from megarl.cluster.nodes.gathering import gather
 from megarl.cluster.nodes.rendezvous import INVITATION, PACKAGES, Invitation, NodeRendezvous, Report
 from megarl.core.errors import RunFailure, UserError
 from megarl.core.versions import installed_versions
@@ -88,6 +88,16 @@ def test_gather_returns_the_first_alive_nodes(rendezvous: NodeRendezvous, alive:
     ]
 
 
+def test_gather_ignores_spare_nodes(rendezvous: NodeRendezvous, alive: list[int]) -> None:
+    rendezvous.report(replace(report(2), is_spare=True))
+    rendezvous.report(replace(report(3), is_spare=True, problem="packages differ"))
+    rendezvous.report(report(4))
+    alive += [1, 2, 4]
+    assert gather(rendezvous, 1, 0.0, "runs/r") == [report(4)]
+    with pytest.raises(RunFailure, match=r"only 1 of 2 other nodes joined in time \(n4\)\. Fix"):
+        gather(rendezvous, 2, 0.0, "runs/r")
+
+
 def test_missing_and_joining_nodes_are_named(rendezvous: NodeRendezvous, alive: list[int]) -> None:
     rendezvous.report(report(2))
     rendezvous.report(report(3))
@@ -106,11 +116,13 @@ def test_node_that_cannot_join_ends_the_wait(rendezvous: NodeRendezvous, alive: 
         gather(rendezvous, 1, 100.0, "runs/r")
 
 
-def test_lost_nodes_are_those_missing_from_ray(alive: list[int]) -> None:
-    alive += [1, 2]
-    assert lost_nodes([report(2), report(3)], patience_s=9.0) == ["n3"]
-    assert lost_nodes([report(2)], patience_s=0.0) == []
-    assert lost_nodes([], patience_s=9.0) == []
+def test_all_lost_nodes_of_an_attempt_are_recorded(rendezvous: NodeRendezvous) -> None:
+    assert rendezvous.lost() == []
+    for names in (["n3"], ["n2"]):
+        rendezvous.note_lost(names)
+    assert rendezvous.lost() == ["n2", "n3"]
+    rendezvous.invite(replace(INVITED, id="b2"))
+    assert rendezvous.lost() == []
 
 
 def test_the_token_is_not_written_through_a_link(rendezvous: NodeRendezvous, tmp_path: Path) -> None:

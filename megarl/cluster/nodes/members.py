@@ -1,0 +1,67 @@
+"""The nodes of a run by number, and the spare nodes that may replace them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from megarl.cluster.nodes.gathering import POLL_S, alive_nodes
+from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
+
+NODE_LOSS_S = 30.0
+"""Seconds that Ray's health checks need to detect a lost node. See session.HEALTH_CHECKS."""
+
+
+class Members:
+    """The run's nodes. Spare nodes are live nodes that have joined in addition to these, at any time. A spare node that
+    replaces a lost one takes over its number."""
+
+    def __init__(self, first: str, others: Sequence[Report] = (), rendezvous: NodeRendezvous | None = None):
+        """first: Ray's id for the driver's node, which has the number 0. others: reports of the other nodes."""
+        self._others, self._rendezvous = list(others), rendezvous
+        addresses = alive_nodes() if others else {}
+        self._ray_ids = [first, *(addresses[report.address] for report in others)]
+        """Ray's id for each node, by node number."""
+        self._announced = set[str]()
+
+    def __len__(self) -> int:
+        return len(self._ray_ids)
+
+    def ray_id(self, number: int) -> str:
+        return self._ray_ids[number]
+
+    def name(self, number: int) -> str:
+        """Return the name of a node without the driver."""
+        return self._others[number - 1].name
+
+    def lost(self, patience_s: float = 0.0) -> list[int]:
+        """Return the numbers of nodes that Ray has detected as lost. A lost process is often the first sign of a lost
+        node, so wait up to patience_s seconds until Ray detects one."""
+        deadline = time.monotonic() + patience_s
+        while self._others:
+            alive = {*alive_nodes().values()}
+            # The driver ends if its own node is lost; see Watchdog.
+            lost = [number for number, ray_id in enumerate(self._ray_ids) if number and ray_id not in alive]
+            if lost or time.monotonic() > deadline:
+                return lost
+            time.sleep(POLL_S)
+        return []
+
+    def spares(self) -> list[Report]:
+        """Return the reports of the spare nodes, in the order of their names. Print a line for each new one."""
+        if self._rendezvous is None:
+            return []
+        unused = {address: ray_id for address, ray_id in alive_nodes().items() if ray_id not in self._ray_ids}
+        reports = [report for report in self._rendezvous.reports() if not report.problem and report.address in unused]
+        for report in reports:
+            if unused[report.address] not in self._announced:
+                self._announced.add(unused[report.address])
+                print(f"node {report.name}: joined from {report.address} as a spare node", flush=True)
+        return reports
+
+    def replace(self, lost: Sequence[int]) -> None:
+        """Replace lost nodes by spare nodes. There must be enough of them."""
+        addresses = alive_nodes()
+        for number, spare in zip(lost, self.spares(), strict=False):
+            print(f"recovery: node {spare.name} ({spare.address}) replaces node {self.name(number)}", flush=True)
+            self._others[number - 1], self._ray_ids[number] = spare, addresses[spare.address]

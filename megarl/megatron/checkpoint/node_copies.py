@@ -1,0 +1,101 @@
+"""The copies in a node's shared memory: those of its own ranks, and those that it keeps for ranks on other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from megarl.core.errors import InfrastructureFailure
+from megarl.core.partners import Transfer, deliveries, fetches, without_copy
+from megarl.megatron import parallel
+from megarl.megatron.checkpoint.host_copies import HostCopies
+from megarl.resharding.transports.gloo_group import gloo_group
+
+SIZES, RECORD, MEMORY = range(3)
+"""The messages of a transfer: sizes of the other two in bytes, int64 [2]; record and memory of the copy, uint8."""
+
+
+class NodeCopies:
+    """One rank's access to the copies on its node. A copy has the same file names on every node, and ranks exchange
+    them over their own gloo group."""
+
+    def __init__(self, folder: Path, role: str, rank: int, store: Store, timeout_s: float):
+        """`folder` is a private folder in shared memory, and `store` that of the rank's process group."""
+        self._folder, self._role, self._rank, self._store = folder, role, rank, store
+        self._timeout = timedelta(seconds=timeout_s)
+        self._by_rank: dict[int, HostCopies] = {}
+
+    @property
+    def own(self) -> HostCopies:
+        return self._of(self._rank)
+
+    def deliver(self, step: int, keepers: Sequence[int]) -> None:
+        """Send this rank's copy after `step` to its keeper, and store the copies that it receives as a keeper.
+        Collective over all ranks. `keepers` has the keeper of each rank, or is empty if no copies are kept."""
+        self._exchange(step, deliveries(keepers))
+
+    def fetch(self, step: int, keepers: Sequence[int]) -> None:
+        """Fetch this rank's copy after `step` from another node unless it is on this one, and deliver copies to keepers
+        that do not hold them. Collective over all ranks. Raise InfrastructureFailure if a rank's copy is on no node."""
+        held: list[Collection[int]] = [()] * dist.get_world_size()
+        mine = [rank for rank in range(len(held)) if self._of(rank).has(step)]
+        dist.all_gather_object(held, mine, group=parallel.host_group())
+        if lost := without_copy(held):
+            names = ", ".join(f"{self._role}-{rank}" for rank in lost)
+            raise InfrastructureFailure(
+                f"no node has a copy of {names} after step {step}. Fix: resume from the newest checkpoint with "
+                "resume=auto"
+            )
+        self._exchange(step, fetches(held))
+        self._exchange(step, deliveries(keepers, held))
+
+    def _of(self, rank: int) -> HostCopies:
+        return self._by_rank.setdefault(rank, HostCopies(self._folder, f"{self._role}-{rank}"))
+
+    @cached_property
+    def _group(self) -> ProcessGroupGloo:
+        store = PrefixStore("copies", self._store)
+        return gloo_group(store, self._timeout, self._rank, dist.get_world_size())
+
+    def _exchange(self, step: int, transfers: Sequence[Transfer]) -> None:
+        """Carry out the transfers of copies after `step` from or to this rank."""
+        outgoing = {t: self._of(t.rank).read_memory(step) for t in transfers if t.source == self._rank}
+        records = {
+            t: torch.frombuffer(bytearray(record, "utf-8"), dtype=torch.uint8) for t, (record, _) in outgoing.items()
+        }
+        memories = {t: memory for t, (_, memory) in outgoing.items()}
+        sizes = {t: torch.tensor([len(records[t]), len(memories[t])]) for t in outgoing}
+        incoming = {t: torch.empty(2, dtype=torch.int64) for t in transfers if t.destination == self._rank}
+        self._swap(SIZES, sizes, incoming)
+        texts = {t: torch.empty(int(size), dtype=torch.uint8) for t, (size, _) in incoming.items()}
+        self._swap(RECORD, records, texts)
+        with ExitStack() as stack:
+            received: dict[Transfer, torch.Tensor] = {}
+            for t, (_, size) in incoming.items():
+                record = texts[t].numpy().tobytes().decode()
+                received[t] = stack.enter_context(self._of(t.rank).write_memory(step, record, int(size)))
+            self._swap(MEMORY, memories, received)
+
+    def _swap(
+        self, kind: int, sent: Mapping[Transfer, torch.Tensor], received: Mapping[Transfer, torch.Tensor]
+    ) -> None:
+        """Send and receive one message of each transfer, and wait until all have arrived."""
+        if not sent and not received:
+            return
+        group: Any = self._group  # torch's stubs lack its methods
+        works = [group.recv([tensor], t.source, _tag(t, kind)) for t, tensor in received.items()]
+        works += [group.send([tensor], t.destination, _tag(t, kind)) for t, tensor in sent.items()]
+        for work in works:
+            work.wait()
+
+
+def _tag(transfer: Transfer, kind: int) -> int:
+    return 3 * transfer.rank + kind

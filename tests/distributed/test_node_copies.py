@@ -1,0 +1,130 @@
+"""Ranks of a lost node continue bit for bit on another node, from the copies that ranks on other nodes keep.
+
+Each node is a folder, which is lost with the node.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import Config
+from megarl.core.errors import InfrastructureFailure
+from megarl.core.partners import keepers
+from megarl.megatron.workers.actor import ActorWorker
+from tests.distributed.test_checkpoint import assert_same_weights, config_of, draw, update
+from tests.distributed.test_host_copies import SIZES
+from tests.forked import run_ranks
+from tests.parity import RankResult
+from tests.tiny_model import write_tiny_llama
+
+COPIED_AFTER = 2
+"""Number of updates before the copy that is restored."""
+
+CASES = {
+    "2 nodes with 2 ranks, the first is lost": (
+        ("actor.layout={pp: 2, dp: 2}", "model.dtype=bfloat16"),
+        [0, 0, 1, 1],
+        [0],
+    ),
+    "4 nodes, two are lost": (("actor.layout={tp: 2, pp: 2}",), [0, 1, 2, 3], [1, 3]),
+    "uneven nodes, the last is lost": (("actor.layout.dp=3", "batch.prompts_per_update=3"), [4, 4, 7], [7]),
+}
+"""Layout, each rank's node, and the lost nodes."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), **SIZES)
+
+
+def folder_of(node: int, root: Path) -> Path:
+    folder = root / f"node-{node}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def files_of(rank: int, folder: Path) -> dict[str, bytes]:
+    """Return the contents of the latest copy's files of a rank on a node."""
+    [record] = [file for file in folder.glob(f"actor-{rank}.*.json") if f'"step": {COPIED_AFTER},' in file.read_text()]
+    return {"record": record.read_bytes(), "memory": record.with_suffix(".tensors").read_bytes()}
+
+
+def train_and_copy(
+    store, rank: int, config: Config, model: Path, root: Path, nodes: Sequence[int]
+) -> tuple[RankResult, list[float], dict[str, float]]:
+    worker, folder = ActorWorker(config, model, rank, store, threads=1), folder_of(nodes[rank], root)
+    for number in range(COPIED_AFTER):
+        update(worker, config, number)
+        draw()  # the generators advance
+        worker.copy_state(number + 1, folder, keepers(nodes))
+    drawn = draw()
+    return update(worker, config, COPIED_AFTER), drawn, worker._counters()
+
+
+def restore_and_train(
+    store, rank: int, config: Config, model: Path, root: Path, nodes: Sequence[int]
+) -> tuple[RankResult, list[float], dict[str, float]]:
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    worker.restore_state(COPIED_AFTER, folder_of(nodes[rank], root), keepers(nodes))
+    drawn = draw()
+    return update(worker, config, COPIED_AFTER), drawn, worker._counters()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_of_a_lost_node_continue_bit_for_bit(model: Path, tmp_path: Path, name: str) -> None:
+    keys, nodes, lost = CASES[name]
+    config = config_of(model, *keys)
+    before = run_ranks(len(nodes), train_and_copy, config, model, tmp_path, nodes)
+    copies = [files_of(rank, folder_of(node, tmp_path)) for rank, node in enumerate(nodes)]
+    for node in lost:
+        shutil.rmtree(folder_of(node, tmp_path))
+    after = run_ranks(len(nodes), restore_and_train, config, model, tmp_path, nodes)
+    assert_same_weights([result for result, *_ in after], [result for result, *_ in before])
+    assert [rest for _, *rest in after] == [rest for _, *rest in before]
+    # Another node may be lost before the next copy.
+    for rank, keeper in enumerate(keepers(nodes)):
+        for holder in (rank, keeper):
+            assert files_of(rank, folder_of(nodes[holder], tmp_path)) == copies[rank]
+
+
+def fail_to_restore(store, rank: int, config: Config, model: Path, root: Path, nodes: Sequence[int]) -> str:
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    with pytest.raises(InfrastructureFailure) as error:
+        worker.restore_state(COPIED_AFTER, folder_of(nodes[rank], root), keepers(nodes))
+    return str(error.value)
+
+
+def test_lost_copies_are_named(model: Path, tmp_path: Path) -> None:
+    """Two neighbors of four nodes are lost, and with them both copies of one rank."""
+    nodes, config = [0, 1, 2, 3], config_of(model, "actor.layout={pp: 2, dp: 2}")
+    run_ranks(4, train_and_copy, config, model, tmp_path, nodes)
+    for node in (1, 2):
+        shutil.rmtree(folder_of(node, tmp_path))
+    messages = run_ranks(4, fail_to_restore, config, model, tmp_path, nodes)
+    expected = f"no node has a copy of actor-1 after step {COPIED_AFTER}. Fix: resume from the newest checkpoint with "
+    assert {*messages} == {f"{expected}resume=auto"}
+
+
+def copy_and_repeat(store, rank: int, config: Config, model: Path, root: Path, nodes: Sequence[int]) -> Any:
+    """Copy two steps, and the second one again while its copy is on its way to the keeper."""
+    worker, folder = ActorWorker(config, model, rank, store, threads=1), folder_of(nodes[rank], root)
+    for step in (1, 2):
+        update(worker, config, step)
+        worker.copy_state(step, folder, keepers(nodes))
+    kept = worker._copies._of(1 - rank)
+    found = []
+    with pytest.raises(KeyboardInterrupt), kept.write_memory(2, "{}", 1):
+        found = [kept.has(step) for step in (1, 2)]
+        raise KeyboardInterrupt
+    return found, [kept.has(step) for step in (1, 2)]
+
+
+def test_interrupted_delivery_keeps_the_earlier_copy(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, "actor.layout.pp=2")
+    results = run_ranks(2, copy_and_repeat, config, model, tmp_path, [0, 1])
+    assert results == [([True, False], [True, False])] * 2

@@ -1,0 +1,96 @@
+"""Lost nodes and spare nodes, with a fake of Ray's list of nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.nodes import members as module
+from megarl.cluster.nodes.members import Members
+from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
+from tests.unit.cluster.nodes.test_rendezvous import INVITED, report
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Ray's id for each live node, by address; tests may change it."""
+    ids = {f"10.0.0.{number}": f"id {number}" for number in (1, 2, 3)}
+    monkeypatch.setattr(module, "alive_nodes", lambda: ids)
+    return ids
+
+
+@pytest.fixture
+def rendezvous(tmp_path: Path) -> NodeRendezvous:
+    rendezvous = NodeRendezvous(tmp_path / "nodes")
+    rendezvous.invite(INVITED)
+    for number in (2, 3):
+        rendezvous.report(report(number))
+    return rendezvous
+
+
+@pytest.fixture
+def members(alive: dict[str, str], rendezvous: NodeRendezvous) -> Members:
+    return Members("id 1", [report(2), report(3)], rendezvous)
+
+
+def join(number: int, alive: dict[str, str], rendezvous: NodeRendezvous, **changes: object) -> Report:
+    """Let another node join. Return its report."""
+    joined = replace(report(number), **changes)
+    rendezvous.report(joined)
+    alive[joined.address] = f"id {number}"
+    return joined
+
+
+def test_lost_nodes_are_those_missing_from_ray(members: Members, alive: dict[str, str]) -> None:
+    assert members.lost() == []
+    del alive["10.0.0.3"]
+    assert members.lost(patience_s=60.0) == [2]
+    assert members.name(2) == "n3"
+
+
+def test_node_that_rejoins_under_its_address_is_lost(members: Members, alive: dict[str, str]) -> None:
+    """Its processes are gone. It is a spare node now."""
+    alive["10.0.0.3"] = "another id"
+    assert members.lost() == [2]
+    assert members.spares() == [report(3)]
+
+
+def test_single_node_is_never_lost(alive: dict[str, str]) -> None:
+    alive.clear()
+    alone = Members("id 1")
+    assert alone.lost(patience_s=60.0) == [] and alone.spares() == [] and len(alone) == 1
+
+
+def test_spares_are_live_nodes_without_a_number(
+    members: Members, alive: dict[str, str], rendezvous: NodeRendezvous, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert members.spares() == []
+    join(10, alive, rendezvous)
+    spare = join(4, alive, rendezvous)
+    join(5, alive, rendezvous, problem="packages differ")
+    join(6, alive, rendezvous, invitation="of an earlier attempt")
+    rendezvous.report(report(7))  # has not joined Ray yet
+    assert members.spares() == [spare, report(10)]
+    del alive[spare.address]
+    assert members.spares() == [report(10)]
+    assert capsys.readouterr().out.splitlines() == [
+        "node n4: joined from 10.0.0.4 as a spare node",
+        "node n10: joined from 10.0.0.10 as a spare node",
+    ]
+
+
+def test_spare_takes_over_the_number_of_a_lost_node(
+    members: Members, alive: dict[str, str], rendezvous: NodeRendezvous, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (4, 5):
+        join(number, alive, rendezvous)
+    del alive["10.0.0.2"]
+    members.replace(members.lost())
+    assert "\nrecovery: node n4 (10.0.0.4) replaces node n2\n" in capsys.readouterr().out
+    assert [members.ray_id(number) for number in range(3)] == ["id 1", "id 4", "id 3"]
+    assert (members.name(1), members.name(2), len(members)) == ("n4", "n3", 3)
+    assert members.lost() == [] and members.spares() == [report(5)]
+    del alive["10.0.0.4"]
+    assert members.lost() == [1]
