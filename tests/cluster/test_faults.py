@@ -79,7 +79,7 @@ def test_job_finishes_despite_faults(cluster: Slurm, shared: Path) -> None:
     (shared / "slow").unlink()
     last = f"run.steps={saved + 3}"
     alone = on_one_machine(shared, "alone", *COMMON, rewards, last)
-    run = Launched(cluster, shared, "soak", *options, rewards, last)
+    run = Launched(cluster, shared, "soak", *options, rewards, ends, last)
     cluster.wait_for_state(run.number, "COMPLETED", seconds=RUN_S)
     assert run.log.splitlines()[-1] == "job: done"
     check_same(run.folder, alone)
