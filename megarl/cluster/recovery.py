@@ -51,6 +51,8 @@ class Recovery:
         """Duration of the unreported replacements."""
         self._fits: bool | None = None
         """Whether copies fit into shared memory; None: not checked yet."""
+        self._lacks_copy = False
+        """Whether shared memory was full after the latest step, so that there is no copy of its state."""
         self.disconnect: list[Callable[[], None]] = []
         """Callbacks that make other processes release the old ranks' GPU memory, which otherwise outlives the ranks."""
 
@@ -93,9 +95,16 @@ class Recovery:
                 )
         return self._fits
 
-    def note_copied(self, step: int) -> None:
-        """Record that all ranks have copied their state after `step`."""
-        self._copied, self._num_replaced = step, 0
+    def note_copied(self, step: int, problem: str = "") -> None:
+        """Record that all ranks have copied their state after `step`, or that shared memory was full (`problem`). Until
+        a later copy succeeds, the loss of a rank then ends the attempt."""
+        if problem and not self._lacks_copy:
+            print(f"recovery: no copy after step {step}, so the loss of a rank ends the attempt. {problem}", flush=True)
+        elif self._lacks_copy and not problem:
+            print(f"recovery: copied the state after step {step}; lost ranks are replaced again", flush=True)
+        self._lacks_copy, self._num_replaced = bool(problem), 0
+        if not problem:
+            self._copied = step
 
     def take_metrics(self) -> dict[str, Metric]:
         """Return the number and duration of replacements since the last call; empty if there were none."""
@@ -107,10 +116,11 @@ class Recovery:
 
     def _replace(self, loss: LostRanks) -> None:
         """Replace all ranks, and replace them again if further ranks are lost meanwhile. Raise RunFailure if there are
-        no copies, if the run has received a termination signal, or if the step has lost ranks too often."""
+        no copies of the latest state, if the run has received a termination signal, or if the step has lost ranks too
+        often."""
         begin = time.time()
         while True:
-            if self._fits is False or interrupts.is_signaled:
+            if self._fits is False or self._lacks_copy or interrupts.is_signaled:
                 raise loss
             self._num_replaced += 1
             self._num_unreported += 1

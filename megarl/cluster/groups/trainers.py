@@ -23,6 +23,8 @@ from megarl.cluster.supervision.scratch import make_memory_folder, own_scratch
 from megarl.config.model_schema import Lora, Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
+from megarl.core.errors import InfrastructureFailure
+from megarl.core.files import DISK_FULL
 from megarl.core.latents import VelocityInput
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.score import TokenTotals
@@ -58,8 +60,15 @@ class TrainerActor(RankActor):
         """Return the size of this rank's copies in shared memory, and the free shared memory on its node, in bytes."""
         return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
 
-    def copy_state(self, step: int) -> None:
-        self._worker.copy_state(step, make_memory_folder(own_scratch()))
+    def copy_state(self, step: int) -> str:
+        """Copy this rank's state. Return "" or, if shared memory is full, a description: the run continues."""
+        try:
+            self._worker.copy_state(step, make_memory_folder(own_scratch()))
+        except (InfrastructureFailure, OSError) as failure:
+            if isinstance(failure, OSError) and failure.errno not in DISK_FULL:
+                raise
+            return str(failure)
+        return ""
 
     def restore_state(self, step: int) -> None:
         self._worker.restore_state(step, make_memory_folder(own_scratch()))
@@ -118,6 +127,10 @@ def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tupl
 def _first_result(parts: Sequence[list[T]]) -> list[T]:
     """Return the result of the first replica. The other ranks' results are equal or empty."""
     return next(part for part in parts if part)
+
+
+def _first_problem(parts: Sequence[str]) -> str:
+    return next(filter(None, parts), "")
 
 
 def _join_files(parts: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
@@ -236,9 +249,11 @@ class TrainerGroup(RankGroup):
         """Return each rank's size of its copies in shared memory, and its node's free shared memory, in bytes."""
         ...
 
-    @remote(timeout="checkpoint")
-    def copy_state(self, step: int) -> None:
-        """Copy each rank's state after `step` to its node's shared memory, for a process that replaces it."""
+    @remote(timeout="checkpoint", join=_first_problem)
+    def copy_state(self, step: int) -> str:
+        """Copy each rank's state after `step` to its node's shared memory, for a process that replaces it. The result
+        is "" or describes a rank whose node's shared memory is full."""
+        ...
 
     @remote(timeout="checkpoint")
     def restore_state(self, step: int) -> None:

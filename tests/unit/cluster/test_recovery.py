@@ -26,6 +26,8 @@ class Group:
     log: list[str]
     offloads: frozenset[str] = frozenset()
     losing: list[str] = field(default_factory=list)
+    problem: str = ""
+    """Why copies fail."""
     room: tuple[int, int] = (GIB, 9 * GIB)
     nodes: tuple[int, ...] = (0, 0)
 
@@ -48,8 +50,8 @@ class Group:
     def copy_room(self) -> Pending[list[tuple[int, int]]]:
         return ready([self.room] * len(self.nodes))
 
-    def copy_state(self, step: int) -> Pending[None]:
-        return self._note(f"copy {step}")
+    def copy_state(self, step: int) -> Pending[str]:
+        return self._note(f"copy {step}", self.problem)
 
     def restore_state(self, step: int) -> Pending[None]:
         return self._note(f"restore {step}")
@@ -137,6 +139,24 @@ def test_failed_copy_leaves_the_earlier_one_in_use() -> None:
             models.trained.copy_state(5)
     assert copied == 2
     assert "actor restore 4" in models.log and "actor restore 5" not in models.log
+
+
+def test_full_memory_only_disables_replacement_for_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    group = actor()
+    models = Models(group)
+    models.trained.copy_state(4)
+    group.problem = "/dev/shm: no room for 1.00 GiB."
+    for step in (5, 6):
+        models.trained.copy_state(step)
+    with pytest.raises(LostRanks):
+        models.run(loss())
+    group.problem = ""
+    models.trained.copy_state(7)
+    assert models.run(loss(), None) == 2
+    assert [line for line in group.log if "restore" in line] == ["actor restore 7"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("recovery: no copy after step 5") and group.log.count("actor kill") == 1
+    assert lines[1] == "recovery: copied the state after step 7; lost ranks are replaced again"
 
 
 @pytest.mark.parametrize("call", ["start", "restore 1"])
