@@ -44,7 +44,7 @@ class Recovery:
         """For `groups` and `sharing`, see TrainedModels. checkpoint: the checkpoint from which the run resumed."""
         self._session, self._groups, self._sharing, self._checkpoint = session, groups, sharing, checkpoint
         self._copied: int | None = None
-        """Latest step after which all ranks have copied their state."""
+        """Latest step after which the ranks have copied their state."""
         self._num_replaced = self._num_unreported = 0
         """Number of replacements since the last copy, and since the last call of `take_metrics`."""
         self._seconds = 0.0
@@ -102,9 +102,7 @@ class Recovery:
             print(f"recovery: no copy after step {step}, so the loss of a rank ends the attempt. {problem}", flush=True)
         elif self._lacks_copy and not problem:
             print(f"recovery: copied the state after step {step}; lost ranks are replaced again", flush=True)
-        self._lacks_copy, self._num_replaced = bool(problem), 0
-        if not problem:
-            self._copied = step
+        self._copied, self._lacks_copy, self._num_replaced = step, bool(problem), 0
 
     def take_metrics(self) -> dict[str, Metric]:
         """Return the number and duration of replacements since the last call; empty if there were none."""
