@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +14,10 @@ from megarl.core.errors import RunFailure, UserError
 POLL_S = 0.2
 NODE_LOSS_S = 30.0
 """Seconds that Ray's health checks need to detect a lost node. See session.HEALTH_CHECKS."""
+
+SHUTDOWN_S, CONNECT_S = 3.0, 2.0
+"""Seconds after the loss of a process within which Ray also exits if its node shuts down, and the timeout in seconds
+for a connection."""
 
 
 def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
@@ -56,12 +61,23 @@ def alive_nodes() -> Mapping[str, str]:
 
 def lost_nodes(nodes: Sequence[Report], patience_s: float) -> list[str]:
     """Return the names of nodes that Ray has detected as lost. A lost process is often the first sign of a lost node,
-    so wait up to patience_s seconds until Ray detects one."""
-    deadline = time.monotonic() + patience_s
+    so wait up to patience_s seconds until Ray detects one, unless all nodes still accept connections."""
+    begin = time.monotonic()
     while nodes:
-        addresses = alive_nodes()
+        addresses, waited_s = alive_nodes(), time.monotonic() - begin
         lost = [node.name for node in nodes if node.address not in addresses]
-        if lost or time.monotonic() > deadline:
+        if lost or waited_s > patience_s or (waited_s > SHUTDOWN_S and accept_connections(nodes)):
             return lost
         time.sleep(POLL_S)
     return []
+
+
+def accept_connections(nodes: Sequence[Report]) -> bool:
+    """Return whether Ray accepts connections on all of these nodes."""
+    ports = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in ray.nodes() if node["Alive"]}
+    try:
+        for node in nodes:
+            socket.create_connection((node.address, ports[node.address]), CONNECT_S).close()
+    except (OSError, KeyError):
+        return False
+    return True

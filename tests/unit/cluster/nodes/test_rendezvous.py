@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,3 +130,43 @@ def test_an_odd_invitation_is_named(rendezvous: NodeRendezvous, tmp_path: Path, 
     make(file)
     with pytest.raises(UserError, match=rf"{INVITATION}: not [^:]*(: nested too deeply)?\. Fix: [^:]*$"):
         rendezvous.invitation()
+
+
+@pytest.mark.parametrize(
+    ("connects", "lost_at", "expected", "until"),
+    [
+        (True, None, [], 3.0),  # only a process is lost
+        (False, None, [], 30.0),
+        (False, 20.0, ["n3"], 20.0),
+        (True, 1.0, ["n3"], 1.0),  # the node shuts down: its processes exit first
+    ],
+)
+def test_node_that_accepts_connections_is_not_awaited(
+    connects: bool, lost_at: float | None, expected: list[str], until: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def alive() -> dict[str, str]:
+        is_lost = lost_at is not None and now[0] >= 100 + lost_at
+        return {f"10.0.0.{number}": f"id {number}" for number in ((2,) if is_lost else (2, 3))}
+
+    monkeypatch.setattr(gathering, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(gathering, "alive_nodes", alive)
+    monkeypatch.setattr(gathering, "accept_connections", lambda nodes: connects)
+    assert lost_nodes([report(2), report(3)], patience_s=30.0) == expected
+    assert now[0] - 100 == pytest.approx(until, abs=2 * gathering.POLL_S)
+
+
+def test_only_listening_nodes_accept_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Report("n2", "1", "127.0.0.1", 4, 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        known = {"NodeManagerAddress": node.address, "NodeManagerPort": server.getsockname()[1], "Alive": True}
+        monkeypatch.setattr(gathering.ray, "nodes", lambda: [known])
+        assert gathering.accept_connections([node])
+        monkeypatch.setattr(gathering.ray, "nodes", lambda: [known | {"Alive": False}])
+        assert not gathering.accept_connections([node])
+    monkeypatch.setattr(gathering.ray, "nodes", lambda: [known])
+    assert not gathering.accept_connections([node])
