@@ -306,8 +306,8 @@ class Soak:
 
 def lost_time(run: Path, faults: Sequence[Occurred]) -> dict[str, Any]:
     """Return the number of faults by kind, and their median and longest time lost: by how many seconds the AFTER steps
-    after the fault were later than they would have been at the run's mean time of an undisturbed step. The times of steps
-    alternate, because rollouts for two steps finish together."""
+    after the fault were later than they would have been at the run's mean time of an undisturbed step. Steps take turns
+    being long and short, because rollouts for two steps finish together."""
     attempts = read_times(run)
     rows = sorted((row for times in attempts for row in times.rows if row.step is not None), key=lambda row: row.end)
     windows: list[tuple[Occurred, float, float]] = []
