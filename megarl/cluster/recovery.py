@@ -46,7 +46,7 @@ class Recovery:
         """For `groups` and `sharing`, see TrainedModels. checkpoint: the checkpoint from which the run resumed."""
         self._session, self._groups, self._sharing, self._checkpoint = session, groups, sharing, checkpoint
         self._copied: int | None = None
-        """Latest step after which all ranks have copied their state."""
+        """Latest step after which the ranks have copied their state."""
         self._num_replaced = self._num_unreported = 0
         """Number of replacements since the last copy, and since the last call of `take_metrics`."""
         self._seconds = 0.0
@@ -55,6 +55,8 @@ class Recovery:
         """Whether copies fit into shared memory; None: not checked yet."""
         self._partners_fit: bool | None = None
         """Whether two copies of each rank's state fit, one of them on another node; None: not checked yet."""
+        self._lacks_copy = False
+        """Whether shared memory was full after the latest step, so that there is no copy of its state."""
         self.disconnect: list[Callable[[], None]] = []
         """Callbacks that make other processes release the old ranks' GPU memory, which otherwise outlives the ranks."""
 
@@ -116,9 +118,20 @@ class Recovery:
             )
         return not lacking
 
-    def note_copied(self, step: int) -> None:
-        """Record that all ranks have copied their state after `step`."""
-        self._copied, self._num_replaced = step, 0
+    def note_copied(self, step: int, problem: str = "") -> None:
+        """Record that all ranks have copied their state after `step`, or that shared memory was full (`problem`). Until
+        a later copy succeeds, the loss of a rank then ends the attempt."""
+        if problem and not self._lacks_copy:
+            print(f"recovery: no copy after step {step}, so the loss of a rank ends the attempt. {problem}", flush=True)
+        elif self._lacks_copy and not problem:
+            print(f"recovery: copied the state after step {step}; lost ranks are replaced again", flush=True)
+        self._copied, self._lacks_copy, self._num_replaced = step, bool(problem), 0
+
+    def note_undelivered(self, problem: str) -> None:
+        """Record that a keeper's shared memory was full. No further copies are delivered, because every attempt would
+        delay a step."""
+        self._partners_fit = False
+        print(f"recovery: the loss of a node ends the attempt. {problem}", flush=True)
 
     def take_metrics(self) -> dict[str, Metric]:
         """Return the number and duration of replacements since the last call; empty if there were none."""
@@ -130,10 +143,11 @@ class Recovery:
 
     def _replace(self, loss: LostRanks) -> None:
         """Replace all ranks, and replace them again if further ranks are lost meanwhile. Raise RunFailure if there are
-        no copies, if the run has received a termination signal, or if the step has lost ranks too often."""
+        no copies of the latest state, if the run has received a termination signal, or if the step has lost ranks too
+        often."""
         begin = time.time()
         while True:
-            if self._fits is False or interrupts.is_signaled:
+            if self._fits is False or self._lacks_copy or interrupts.is_signaled:
                 raise loss
             self._num_replaced += 1
             self._num_unreported += 1

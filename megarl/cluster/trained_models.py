@@ -54,14 +54,18 @@ class TrainedModels:
         return iter([nullcontext()]) if self.recovery is None else self.recovery.attempts()
 
     def copy_state(self, step: int) -> None:
-        """Copy the models' state after `step` to shared memory, so that lost ranks can be replaced."""
+        """Copy the models' state after `step` to shared memory, so that lost ranks can be replaced. If it is full, the
+        run continues without a copy."""
         if self.recovery is not None and self.recovery.fits():
             copying: dict[Role, Callable[[], Pending]] = {
-                role: partial(group.copy_state, step, self.recovery.keepers(group))
-                for role, group in self.groups.items()
+                role: partial(group.copy_state, step) for role, group in self.groups.items()
             }
-            self.run(copying, parts=("parameters",))
-            self.recovery.note_copied(step)
+            problem = next(filter(None, self.run(copying, parts=("parameters",)).values()), "")
+            for group in () if problem else self.groups.values():
+                keepers = self.recovery.keepers(group)
+                if keepers and (undelivered := group.deliver_copies(step, keepers).result()):
+                    self.recovery.note_undelivered(undelivered)
+            self.recovery.note_copied(step, problem)
 
     def take_metrics(self) -> dict[str, Metric]:
         """Return metrics on lost ranks since the last call."""

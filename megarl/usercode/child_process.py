@@ -165,7 +165,9 @@ class ChildProcess:
 
     def _failure(self, error: Exception) -> ChildFailure:
         """Kill the process and return how it failed. `error` is an exception of its connection."""
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError) and self.is_suspended:
+            self.kill()
+        elif isinstance(error, TimeoutError):
             self.show_stacks()
             self.kill("exceeded its time limit")
         elif isinstance(error, ValueError):
@@ -174,14 +176,21 @@ class ChildProcess:
         while not self.has_ended and time.monotonic() < deadline:
             time.sleep(POLL_S)
         self.kill(None if self.has_ended else "closed its connection")
-        return ChildFailure(self.status, isinstance(error, TimeoutError), self.was_killed)
+        return ChildFailure(self.status, isinstance(error, TimeoutError) and not self.was_killed, self.was_killed)
 
     @property
     def was_killed(self) -> bool:
-        """Whether an external signal killed the process, such as SIGKILL when the node ran out of memory. Signals that
-        crash a process, such as SIGSEGV, do not count."""
+        """Whether an external signal killed the process, such as SIGKILL when the node ran out of memory, or suspended
+        it until it exceeded a time limit. Signals that crash a process, such as SIGSEGV, do not count."""
         code = self._process.returncode
         return self.kill_reason is None and code is not None and -code in KILLING_SIGNALS
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether a signal has suspended the process."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     @property
     def status(self) -> str:
@@ -237,6 +246,7 @@ class ConcurrentChild(ChildProcess):
     async def open(self, arguments: Mapping[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Send the program's arguments and return its first message."""
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._was_suspended = False
         connection = socket.socket(fileno=self._socket.detach())
         self._reader, self._writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_MESSAGE_BYTES)
         try:
@@ -253,7 +263,7 @@ class ConcurrentChild(ChildProcess):
         return self._reading.done() or self.has_ended
 
     async def request(self, timeout_s: float | None = None, **fields: Any) -> dict[str, Any]:
-        """Send a request and return the reply. After a timeout, the process still runs."""
+        """Send a request and return the reply. After a timeout, the process still runs, unless it was suspended."""
         if self._reading.done():
             raise ChildFailure(self.status, was_killed=self.was_killed)
         number = new_number()
@@ -263,6 +273,10 @@ class ConcurrentChild(ChildProcess):
                 await self.post({"id": number, **fields})
                 return await reply
         except TimeoutError:
+            self._was_suspended = self._was_suspended or self.is_suspended
+            if self._was_suspended:  # another request's timeout may have killed the process meanwhile
+                await asyncio.to_thread(self.kill)
+                raise ChildFailure(self.status, was_killed=self.was_killed) from None
             raise ChildFailure("exceeded its time limit", timed_out=True) from None
         finally:
             del self._waiting[number]

@@ -41,21 +41,31 @@ class Machine:
     def __init__(self, name: str, address: str, number: int, network: str, shared: Path):
         """Boot the machine. `shared` is a folder in /tmp that all machines see."""
         self.name, self.address, self.network, self._shared = name, address, network, shared
-        self._outside, inside = f"{network}n{number}", f"{network}i{number}"
-        environment = {**os.environ, "NAME": name, "SHARED": str(shared), "KEPT": f"/run/{network}-{name}"}
+        self._outside, self._inside = f"{network}n{number}", f"{network}i{number}"
+        self.boot()
+
+    def boot(self) -> None:
+        """Boot the machine, for the first time or after `crash`."""
+        environment = {
+            **os.environ,
+            "NAME": self.name,
+            "SHARED": str(self._shared),
+            "KEPT": f"/run/{self.network}-{self.name}",
+        }
         namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        booted = self._shared / f".booted-{self.name}"
+        booted.unlink(missing_ok=True)
         self._init = subprocess.Popen(["unshare", *namespaces, "bash", "-c", BOOT], env=environment)
-        booted = shared / f".booted-{name}"
         deadline = time.monotonic() + WAIT_S
         while not booted.exists():
-            assert self._init.poll() is None and time.monotonic() < deadline, f"{name} did not boot"
+            assert self._init.poll() is None and time.monotonic() < deadline, f"{self.name} did not boot"
             time.sleep(POLL_S)
         [child] = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text().split()
         self._pid = child
-        run("ip", "link", "add", self._outside, "type", "veth", "peer", "name", inside, "netns", child)
-        run("ip", "link", "set", self._outside, "master", network, "up")
-        run(*self._enter, "ip", "link", "set", inside, "name", "eth0")
-        run(*self._enter, "ip", "address", "add", f"{address}/24", "dev", "eth0")
+        run("ip", "link", "add", self._outside, "type", "veth", "peer", "name", self._inside, "netns", child)
+        run("ip", "link", "set", self._outside, "master", self.network, "up")
+        run(*self._enter, "ip", "link", "set", self._inside, "name", "eth0")
+        run(*self._enter, "ip", "address", "add", f"{self.address}/24", "dev", "eth0")
         run(*self._enter, "ip", "link", "set", "eth0", "up")
 
     @property
@@ -111,14 +121,14 @@ class Machine:
         return self._init.poll() is None
 
     def crash(self) -> None:
-        """Kill the machine with all of its processes."""
+        """Kill the machine with all of its processes, and remove its cable."""
         self._init.kill()
         self._init.wait()
+        subprocess.run(["ip", "link", "delete", self._outside], capture_output=True)
 
     def stop(self) -> None:
         if self._init.poll() is None:
             self.crash()
-        subprocess.run(["ip", "link", "delete", self._outside], capture_output=True)
 
 
 class Machines:

@@ -5,6 +5,8 @@ Each node is a folder, which is lost with the node.
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +63,8 @@ def train_and_copy(
     for number in range(COPIED_AFTER):
         update(worker, config, number)
         draw()  # the generators advance
-        worker.copy_state(number + 1, folder, keepers(nodes))
+        worker.copy_state(number + 1, folder)
+        worker.deliver_copies(number + 1, folder, keepers(nodes))
     drawn = draw()
     return update(worker, config, COPIED_AFTER), drawn, worker._counters()
 
@@ -115,7 +118,8 @@ def copy_and_repeat(store, rank: int, config: Config, model: Path, root: Path, n
     worker, folder = ActorWorker(config, model, rank, store, threads=1), folder_of(nodes[rank], root)
     for step in (1, 2):
         update(worker, config, step)
-        worker.copy_state(step, folder, keepers(nodes))
+        worker.copy_state(step, folder)
+        worker.deliver_copies(step, folder, keepers(nodes))
     kept = worker._copies._of(1 - rank)
     found = []
     with pytest.raises(KeyboardInterrupt), kept.write_memory(2, "{}", 1):
@@ -128,3 +132,26 @@ def test_interrupted_delivery_keeps_the_earlier_copy(model: Path, tmp_path: Path
     config = config_of(model, "actor.layout.pp=2")
     results = run_ranks(2, copy_and_repeat, config, model, tmp_path, [0, 1])
     assert results == [([True, False], [True, False])] * 2
+
+
+def deliver_to_full_memory(store, rank: int, config: Config, model: Path, root: Path, nodes: Sequence[int]) -> Any:
+    """Deliver copies while the memory of rank 1's node is full, and again when it has room."""
+    worker, folder = ActorWorker(config, model, rank, store, threads=1), folder_of(nodes[rank], root)
+    worker.copy_state(1, folder)
+
+    def full(file: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InfrastructureFailure) as error:
+        if rank == 1:
+            patch.setattr(os, "posix_fallocate", full)
+        worker.deliver_copies(1, folder, keepers(nodes))
+    worker.deliver_copies(1, folder, keepers(nodes))
+    return str(error.value).partition(": ")[2], worker._copies._of(1 - rank).has(1)
+
+
+def test_full_keeper_is_reported_on_all_ranks(model: Path, tmp_path: Path) -> None:
+    """The rank that sends to the full node must not wait for it."""
+    config = config_of(model, "actor.layout.pp=2")
+    results = run_ranks(2, deliver_to_full_memory, config, model, tmp_path, [0, 1])
+    assert all(problem.startswith("no room for ") and kept for problem, kept in results)

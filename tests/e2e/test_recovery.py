@@ -50,9 +50,9 @@ def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         return finish(run)
 
 
-def assert_equal(run: Path, expected: Path) -> None:
+def assert_equal(run: Path, expected: Path, varying: tuple[str, ...] = VARYING) -> None:
     """Check that both runs have the same metrics, samples and trained model, bit for bit."""
-    assert metrics(run, VARYING) == metrics(expected, VARYING)
+    assert metrics(run, varying) == metrics(expected, varying)
     for file in sorted((expected / "rollouts").iterdir()):
         assert (run / "rollouts" / file.name).read_text() == file.read_text()
     [weights] = expected.glob("model/*.safetensors")
@@ -134,6 +134,34 @@ def test_suspended_rank_is_replaced(recipe: Path, uninterrupted: Path, tmp_path:
     assert not suspended.is_running()
     assert_equal(folder, uninterrupted)
     assert f"no response from trainer-0, trainer-1 within {LIMIT_S} s" in run.output
+
+
+def test_ranks_lost_in_evaluation_and_export_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """The first rank is killed while an evaluation waits for its rewards, and a later one during the export."""
+    functions = tmp_path / "functions"
+    functions.mkdir()
+    (functions / "reward.py").write_text((recipe.parent / "reward.py").read_text())
+    hold = functions / "hold"
+    hold.touch()
+    function, source = f"{functions}/reward.py:digit_share", recipe.parent / "prompts.jsonl"
+    held = f"{{name: held, source: {source}, functions: [{{function: {function}}}]}}"
+    evaluation = f"evaluation={{every_steps: {STEPS // 2}, at_start: false, sets: [{held}]}}"
+    with Run(recipe, tmp_path, *KEYS, "checkpoint.every_steps=null", evaluation, f"run.steps={STEPS}") as run:
+        run.wait_until_held(functions)
+        ranks(run)[0].kill()
+        hold.unlink()
+        run.wait_until(lambda: REPLACED.search(run.output))
+        hold.touch()
+        run.wait_until_held(functions)
+        suspended = ranks(run)[0]
+        suspended.suspend()
+        hold.unlink()
+        run.wait_until((run.folder / ".model").exists)
+        suspended.kill()
+        folder = finish(run)
+    assert_equal(folder, uninterrupted, (*VARYING, "evaluation/"))
+    assert f"restored their state after step {STEPS // 2}\n" in run.output
+    assert f"restored their state after step {STEPS}\n" in run.output
 
 
 @pytest.mark.exhaustive

@@ -121,16 +121,20 @@ class FakeTrainer:
     def copy_bytes(self) -> int:
         return sum(weight.nbytes for weight in self._weights.values())
 
-    def copy_state(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
-        """Copy the weights to the folder and, if there are keepers, to those of all other ranks as well."""
-        states = {self._rank: self._weights}
-        if keepers:
-            states |= dict(enumerate(self._gathered(self._weights)))
-        for rank, weights in states.items():
-            self._copy(rank, step - 2, folder).unlink(missing_ok=True)
-            hidden = folder / f"{self._role}-{self._rank}.{rank}.new"
-            torch.save(weights, hidden)
-            hidden.rename(self._copy(rank, step, folder))
+    def copy_state(self, step: int, folder: Path) -> None:
+        self._write_copy(self._rank, self._weights, step, folder)
+
+    def deliver_copies(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
+        """Deliver the copy to all ranks."""
+        for rank, weights in enumerate(self._gathered(self._weights)):
+            if rank != self._rank:
+                self._write_copy(rank, weights, step, folder)
+
+    def _write_copy(self, rank: int, weights: Mapping[str, torch.Tensor], step: int, folder: Path) -> None:
+        self._copy(rank, step - 2, folder).unlink(missing_ok=True)
+        hidden = folder / f"{self._role}-{self._rank}.{rank}.new"
+        torch.save(weights, hidden)
+        hidden.rename(self._copy(rank, step, folder))
 
     def restore_state(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
         files = {rank: self._copy(rank, step, folder) for rank in range(dist.get_world_size())}

@@ -23,6 +23,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
+from megarl.run.time_causes import CAUSES
 from tools.benchmarks.benchmark import QUIET_PERCENT, machine
 from tools.benchmarks.goodput import GPUS, TARGET
 from tools.benchmarks.predictions import FACTOR
@@ -164,7 +165,7 @@ ENVIRONMENT.globals |= dict(
     **dict(result=lambda name: result(name), machine_of=machine_of, moved=moved, proven=proven, meanwhile=meanwhile),
     **dict(by_size=by_size, actor_seconds=actor_seconds, power=power),
     **dict(learned=learned, learned_ratios=learned_ratios, sizes=sizes, mean=mean),
-    **dict(GOODPUT_GPUS=GPUS, GOODPUT_TARGET=TARGET),
+    **dict(GOODPUT_GPUS=GPUS, GOODPUT_TARGET=TARGET, CAUSES=CAUSES),
     **dict(median=median, FACTOR=FACTOR, QUIET_PERCENT=QUIET_PERCENT, PLANNED=PLANNED),
 )
 

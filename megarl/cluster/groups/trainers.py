@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,6 +23,8 @@ from megarl.cluster.supervision.scratch import make_memory_folder, own_scratch
 from megarl.config.model_schema import Lora, Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
+from megarl.core.errors import InfrastructureFailure
+from megarl.core.files import DISK_FULL
 from megarl.core.latents import VelocityInput
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.score import TokenTotals
@@ -57,8 +59,11 @@ class TrainerProcess(RankActor):
         """Return the size of this rank's copies in shared memory, and the free shared memory on its node, in bytes."""
         return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
 
-    def copy_state(self, step: int, keepers: Sequence[int]) -> None:
-        self._worker.copy_state(step, make_memory_folder(own_scratch()), keepers)
+    def copy_state(self, step: int) -> str:
+        return _unless_full(lambda: self._worker.copy_state(step, make_memory_folder(own_scratch())))
+
+    def deliver_copies(self, step: int, keepers: Sequence[int]) -> str:
+        return _unless_full(lambda: self._worker.deliver_copies(step, make_memory_folder(own_scratch()), keepers))
 
     def restore_state(self, step: int, keepers: Sequence[int]) -> None:
         self._worker.restore_state(step, make_memory_folder(own_scratch()), keepers)
@@ -115,6 +120,17 @@ class TrainerActor(TrainerProcess):
     """The actor of a TrainerProcess."""
 
 
+def _unless_full(copy: Callable[[], None]) -> str:
+    """Make a copy. Return "" or, if shared memory is full, a description: the run continues."""
+    try:
+        copy()
+    except (InfrastructureFailure, OSError) as failure:
+        if isinstance(failure, OSError) and failure.errno not in DISK_FULL:
+            raise
+        return str(failure)
+    return ""
+
+
 def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tuple[Scores, dict[str, TokenTotals]]:
     return join_by_sample([scores for scores, _ in parts]), join_by_sample([totals for _, totals in parts])
 
@@ -122,6 +138,10 @@ def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tupl
 def _first_result(parts: Sequence[list[T]]) -> list[T]:
     """Return the result of the first replica. The other ranks' results are equal or empty."""
     return next(part for part in parts if part)
+
+
+def _first_problem(parts: Sequence[str]) -> str:
+    return next(filter(None, parts), "")
 
 
 def _join_files(parts: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
@@ -241,10 +261,17 @@ class TrainerGroup(RankGroup):
         """Return each rank's size of its copies in shared memory, and its node's free shared memory, in bytes."""
         ...
 
-    @remote(timeout="checkpoint")
-    def copy_state(self, step: int, keepers: Sequence[int]) -> None:
+    @remote(timeout="checkpoint", join=_first_problem)
+    def copy_state(self, step: int) -> str:
         """Copy each rank's state after `step` to its node's shared memory, from which a replacement process can restore
-        it, and to that of its keeper. See core.partners.keepers."""
+        it. The result is "" or describes a rank whose node's shared memory is full."""
+        ...
+
+    @remote(timeout="checkpoint", join=_first_problem)
+    def deliver_copies(self, step: int, keepers: Sequence[int]) -> str:
+        """Deliver each rank's copy of the state after `step` to its keeper. See core.partners.keepers. The result is
+        that of `copy_state`."""
+        ...
 
     @remote(timeout="checkpoint")
     def restore_state(self, step: int, keepers: Sequence[int]) -> None:

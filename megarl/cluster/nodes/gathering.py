@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +12,8 @@ from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
 from megarl.core.errors import RunFailure, UserError
 
 POLL_S = 0.2
+CONNECT_S = 2.0
+"""Timeout of a connection, in seconds."""
 
 
 def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
@@ -51,3 +54,14 @@ def _missing(joined: Sequence[Report], reports: Sequence[Report], count: int, ti
 def alive_nodes() -> Mapping[str, str]:
     """Return each live node's Ray id, by address."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def accept_connections(nodes: Sequence[Report]) -> bool:
+    """Return whether Ray accepts connections on all of these nodes."""
+    ports = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in ray.nodes() if node["Alive"]}
+    try:
+        for node in nodes:
+            socket.create_connection((node.address, ports[node.address]), CONNECT_S).close()
+    except (OSError, KeyError):
+        return False
+    return True

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from megarl.cluster.nodes.gathering import POLL_S, alive_nodes
+from megarl.cluster.nodes.gathering import POLL_S, accept_connections, alive_nodes
 from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
 
 NODE_LOSS_S = 30.0
 """Seconds that Ray's health checks need to detect a lost node. See session.HEALTH_CHECKS."""
+
+SHUTDOWN_S = 3.0
+"""Seconds after the loss of a process within which Ray also exits if its node shuts down."""
 
 
 class Members:
@@ -36,13 +39,13 @@ class Members:
 
     def lost(self, patience_s: float = 0.0) -> list[int]:
         """Return the numbers of nodes that Ray has detected as lost. A lost process is often the first sign of a lost
-        node, so wait up to patience_s seconds until Ray detects one."""
-        deadline = time.monotonic() + patience_s
+        node, so wait up to patience_s seconds until Ray detects one, unless all nodes still accept connections."""
+        begin = time.monotonic()
         while self._others:
-            alive = {*alive_nodes().values()}
+            alive, waited_s = {*alive_nodes().values()}, time.monotonic() - begin
             # The driver ends if its own node is lost; see Watchdog.
             lost = [number for number, ray_id in enumerate(self._ray_ids) if number and ray_id not in alive]
-            if lost or time.monotonic() > deadline:
+            if lost or waited_s > patience_s or (waited_s > SHUTDOWN_S and accept_connections(self._others)):
                 return lost
             time.sleep(POLL_S)
         return []

@@ -1,7 +1,7 @@
 """The run's supervisor: a parent process that only waits and a child process that drives the run, watching each other.
 
 If either is killed, the other terminates all processes in the run. Ray alone would leave some of them running for a
-minute or more.
+minute or more. If either is suspended alone, the other resumes it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 from megarl.cluster.supervision.ownership import Untrusted
 from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, remove_scratch, sweep
+from megarl.cluster.supervision.suspension import Resumer, named
+from megarl.cluster.supervision.watchdog import FATAL
 from megarl.core.output import tolerate_lost_readers
 from megarl.core.parent import signal_with_parent
 from megarl.core.proxies import LOOPBACK, bypass_proxies
@@ -66,6 +68,8 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     processes.adopt_orphans()
     signal_with_parent(signal.SIGINT)  # interrupt this process if the parent exits for any reason
     interrupts.listen({signal.SIGINT, *signals})
+    # A suspended parent would never exit, and calls to suspended processes of Ray have no deadline.
+    Resumer(lambda: [*{parent} & {os.getppid()}, *named(processes.descendants(), FATAL)]).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:
         yield scratch
@@ -113,7 +117,9 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
     if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
         signal.signal(signal.SIGTSTP, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    resumer = Resumer(lambda: [child])
     while not (exited := os.waitpid(child, os.WNOHANG))[0]:
+        resumer.check()
         time.sleep(POLL_S)
     for number in (*signals, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import cached_property
@@ -45,9 +45,7 @@ class NodeCopies:
     def fetch(self, step: int, keepers: Sequence[int]) -> None:
         """Fetch this rank's copy after `step` from another node unless it is on this one, and deliver copies to keepers
         that do not hold them. Collective over all ranks. Raise InfrastructureFailure if a rank's copy is on no node."""
-        held: list[Collection[int]] = [()] * dist.get_world_size()
-        mine = [rank for rank in range(len(held)) if self._of(rank).has(step)]
-        dist.all_gather_object(held, mine, group=parallel.host_group())
+        held = self._gathered([rank for rank in range(dist.get_world_size()) if self._of(rank).has(step)])
         if lost := without_copy(held):
             names = ", ".join(f"{self._role}-{rank}" for rank in lost)
             raise InfrastructureFailure(
@@ -66,7 +64,10 @@ class NodeCopies:
         return gloo_group(store, self._timeout, self._rank, dist.get_world_size())
 
     def _exchange(self, step: int, transfers: Sequence[Transfer]) -> None:
-        """Carry out the transfers of copies after `step` from or to this rank."""
+        """Carry out the transfers of copies after `step` from or to this rank. Collective over all ranks. Raise
+        InfrastructureFailure on all of them if the shared memory of a destination is full."""
+        if not transfers:
+            return
         outgoing = {t: self._of(t.rank).read_memory(step) for t in transfers if t.source == self._rank}
         records = {
             t: torch.frombuffer(bytearray(record, "utf-8"), dtype=torch.uint8) for t, (record, _) in outgoing.items()
@@ -79,10 +80,22 @@ class NodeCopies:
         self._swap(RECORD, records, texts)
         with ExitStack() as stack:
             received: dict[Transfer, torch.Tensor] = {}
-            for t, (_, size) in incoming.items():
-                record = texts[t].numpy().tobytes().decode()
-                received[t] = stack.enter_context(self._of(t.rank).write_memory(step, record, int(size)))
+            problem = ""
+            try:
+                for t, (_, size) in incoming.items():
+                    record = texts[t].numpy().tobytes().decode()
+                    received[t] = stack.enter_context(self._of(t.rank).write_memory(step, record, int(size)))
+            except InfrastructureFailure as failure:  # the senders must not wait for this rank
+                problem = str(failure)
+            if problem := next(filter(None, self._gathered(problem)), ""):
+                raise InfrastructureFailure(problem)
             self._swap(MEMORY, memories, received)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """Return the value of every rank."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=parallel.host_group())
+        return values
 
     def _swap(
         self, kind: int, sent: Mapping[Transfer, torch.Tensor], received: Mapping[Transfer, torch.Tensor]

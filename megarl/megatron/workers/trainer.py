@@ -348,12 +348,10 @@ class TrainerWorker(ModelWorker, ABC):
         """Return the size in bytes of this rank's copies in host memory."""
         return host_copies.num_bytes(self.chunks, self.optimizer, self._weight_snapshots)
 
-    def copy_state(self, step: int, folder: Path, keepers: Sequence[int] = ()) -> None:
-        """Copy the state after `step` to the run's folder in shared memory, which outlives this process, and deliver
-        the copy to its keeper on another node. For `keepers`, see NodeCopies.deliver."""
-        copies = self._copies_in(folder)
+    def copy_state(self, step: int, folder: Path) -> None:
+        """Copy the state after `step` to the run's folder in shared memory, which outlives this process."""
         host_copies.save(
-            copies.own,
+            self._copies_in(folder).own,
             step,
             self.chunks,
             self.optimizer,
@@ -361,7 +359,10 @@ class TrainerWorker(ModelWorker, ABC):
             self._counters(),
             self._offload.on_device,
         )
-        copies.deliver(step, keepers)
+
+    def deliver_copies(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
+        """Deliver the copy of the state after `step` to its keeper on another node. See NodeCopies.deliver."""
+        self._copies_in(folder).deliver(step, keepers)
 
     def restore_state(self, step: int, folder: Path, keepers: Sequence[int] = ()) -> None:
         """Restore the state after `step` that an earlier process of this rank has copied to the folder, on this node or

@@ -27,6 +27,10 @@ class Group:
     log: list[str]
     offloads: frozenset[str] = frozenset()
     losing: list[str] = field(default_factory=list)
+    problem: str = ""
+    """Why copies fail."""
+    undelivered: str = ""
+    """Why keepers do not receive copies."""
     room: tuple[int, int] = (GIB, 9 * GIB)
     nodes: tuple[int, ...] = (0, 0)
 
@@ -49,8 +53,11 @@ class Group:
     def copy_room(self) -> Pending[list[tuple[int, int]]]:
         return ready([self.room] * len(self.nodes))
 
-    def copy_state(self, step: int, keepers: Sequence[int]) -> Pending[None]:
-        return self._note(f"copy {step}" + describe(keepers))
+    def copy_state(self, step: int) -> Pending[str]:
+        return self._note(f"copy {step}", self.problem)
+
+    def deliver_copies(self, step: int, keepers: Sequence[int]) -> Pending[str]:
+        return self._note(f"deliver {step}" + describe(keepers), self.undelivered)
 
     def restore_state(self, step: int, keepers: Sequence[int]) -> Pending[None]:
         return self._note(f"restore {step}" + describe(keepers))
@@ -155,6 +162,24 @@ def test_failed_copy_leaves_the_earlier_one_in_use() -> None:
     assert "actor restore 4" in models.log and "actor restore 5" not in models.log
 
 
+def test_full_memory_only_disables_replacement_for_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    group = actor()
+    models = Models(group)
+    models.trained.copy_state(4)
+    group.problem = "/dev/shm: no room for 1.00 GiB."
+    for step in (5, 6):
+        models.trained.copy_state(step)
+    with pytest.raises(LostRanks):
+        models.run(loss())
+    group.problem = ""
+    models.trained.copy_state(7)
+    assert models.run(loss(), None) == 2
+    assert [line for line in group.log if "restore" in line] == ["actor restore 7"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("recovery: no copy after step 5") and group.log.count("actor kill") == 1
+    assert lines[1] == "recovery: copied the state after step 7; lost ranks are replaced again"
+
+
 @pytest.mark.parametrize("call", ["start", "restore 1"])
 def test_loss_during_a_replacement_replaces_again(call: str) -> None:
     group = actor()
@@ -245,11 +270,24 @@ def test_partners_keep_copies_while_there_is_a_spare_node() -> None:
     kept = ", kept by [2, 3, 0, 1]"
     assert copies == [
         "actor copy 1",
-        f"actor copy 2{kept}",
+        "actor copy 2",
         f"actor restore 2{kept}",
         "actor copy 3",
         "actor restore 3",
     ]
+    assert [call for call in models.log if "deliver" in call] == [f"actor deliver 2{kept}"]
+
+
+def test_full_keeper_only_disables_the_replacement_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    models = Models(actor(nodes=(0, 1), undelivered="/dev/shm: no room for 1.00 GiB."))
+    models.spares = ["n4"]
+    for step in (1, 2):
+        models.trained.copy_state(step)
+    assert models.log == ["actor copy 1", "actor deliver 1, kept by [1, 0]", "actor copy 2"]
+    [line] = capsys.readouterr().out.splitlines()
+    assert line == "recovery: the loss of a node ends the attempt. /dev/shm: no room for 1.00 GiB."
+    assert models.run(loss(), None) == 2
+    assert models.log[-1] == "actor restore 2"
 
 
 def test_node_that_cannot_be_replaced_ends_the_run() -> None:

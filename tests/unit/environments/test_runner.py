@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -249,11 +250,12 @@ def test_fault_fails_only_its_rollout(fault):
     assert failed.episode.info.num_restarts == (2 if fault == "exit" else 0)
 
 
-def test_killed_process_loses_no_rollout(tmp_path):
-    """The first process is killed while it runs 16 rollouts, as the kernel does when memory runs out."""
-    rollouts = play(
-        config("Killed", f"environment.options={{flag: {tmp_path / 'killed'}}}"), Says("12"), *["fine"] * 16
-    )
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_killed_or_suspended_process_loses_no_rollout(number, tmp_path):
+    """The first process is killed while it runs 16 rollouts, as the kernel does when memory runs out, or suspended."""
+    options = f"environment.options={{flag: {tmp_path / 'signaled'}, number: {number.value}}}"
+    settings = config("Killed", options, f"environment.timeout_s={LIMIT_S}")
+    rollouts = play(settings, Says("12"), *["fine"] * 16)
     assert [sample.episode.failure for [sample] in rollouts] == [None] * 16
     assert {sample.episode.info.num_restarts for [sample] in rollouts} == {1}
     assert {sample.episode.info.stop_reason for [sample] in rollouts} == {"done"}

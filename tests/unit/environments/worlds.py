@@ -66,17 +66,18 @@ class Counter(Environment):
 
 
 class Killed(Counter):
-    """Kills its process in the second turn unless the file `flag` exists. Creates the file first."""
+    """Kills its process, or sends it another signal, in the second turn unless the file `flag` exists. Creates the file
+    first."""
 
-    def __init__(self, flag: str | None = None):
+    def __init__(self, flag: str | None = None, number: int = signal.SIGKILL):
         super().__init__()
-        self._flag = None if flag is None else Path(flag)
+        self._flag, self._number = None if flag is None else Path(flag), number
 
     async def step(self, turn: Turn) -> Step:
         if turn.number == 1 and (self._flag is None or not self._flag.exists()):
             if self._flag is not None:
                 self._flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._number)
         return await super().step(turn)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megarl.cluster.nodes import gathering
 from megarl.cluster.nodes import members as module
 from megarl.cluster.nodes.members import Members
 from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
@@ -94,3 +97,43 @@ def test_spare_takes_over_the_number_of_a_lost_node(
     assert members.lost() == [] and members.spares() == [report(5)]
     del alive["10.0.0.4"]
     assert members.lost() == [1]
+
+
+@pytest.mark.parametrize(
+    ("connects", "lost_at", "expected", "until"),
+    [
+        (True, None, [], 3.0),  # only a process is lost
+        (False, None, [], 30.0),
+        (False, 20.0, [2], 20.0),
+        (True, 1.0, [2], 1.0),  # the node shuts down: its processes exit first
+    ],
+)
+def test_node_that_accepts_connections_is_not_awaited(
+    connects: bool, lost_at: float | None, expected: list[int], until: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def alive() -> dict[str, str]:
+        is_lost = lost_at is not None and now[0] >= 100 + lost_at
+        return {f"10.0.0.{number}": f"id {number}" for number in ((1, 2) if is_lost else (1, 2, 3))}
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(module, "alive_nodes", alive)
+    monkeypatch.setattr(module, "accept_connections", lambda nodes: connects)
+    assert Members("id 1", [report(2), report(3)]).lost(patience_s=30.0) == expected
+    assert now[0] - 100 == pytest.approx(until, abs=2 * gathering.POLL_S)
+
+
+def test_only_listening_nodes_accept_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Report("n2", "1", "127.0.0.1", 4, 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        known = {"NodeManagerAddress": node.address, "NodeManagerPort": server.getsockname()[1], "Alive": True}
+        monkeypatch.setattr(gathering.ray, "nodes", lambda: [known])
+        assert gathering.accept_connections([node])
+        monkeypatch.setattr(gathering.ray, "nodes", lambda: [known | {"Alive": False}])
+        assert not gathering.accept_connections([node])
+    monkeypatch.setattr(gathering.ray, "nodes", lambda: [known])
+    assert not gathering.accept_connections([node])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from tests.timing import GRACE_S, SHORT_S, WAIT_S, wait_until
 
 PROGRAM = """
 import os, signal, subprocess, sys, time
-from megarl.cluster.supervision import interrupts, supervisor
+from megarl.cluster.supervision import interrupts, supervisor, suspension
 from tests.timing import HANG_S, SHORT_S
+suspension.SUSPENDED_S = suspension.POLL_S = SHORT_S
 supervisor.DEADLINE_S = {deadline_s}
 supervisor.REPEAT_S = interrupts.REPEAT_S = {repeat_s}
 parent = os.getpid()
@@ -233,6 +235,31 @@ def test_job_control_stops_and_resumes_both_processes() -> None:
 
 def _wait_for(run: Program, status: str) -> None:
     wait_until(lambda: {psutil.Process(pid).status() for pid in (run.process.pid, run.child)} == {status})
+
+
+def test_suspended_driver_and_parent_are_resumed() -> None:
+    with program("wait()") as run:
+        for pid in (run.child, run.process.pid):
+            os.kill(pid, signal.SIGSTOP)
+            line = run.process.stdout.readline()
+            assert line == f"megarl: note: process {pid} was suspended for 1 s; resuming it\n"
+            wait_until(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_SLEEPING)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.end() == (130, "megarl: error: interrupted; stopping the run\n")
+
+
+def test_suspended_ray_process_is_resumed(tmp_path: Path) -> None:
+    shutil.copy(shutil.which("sleep"), tmp_path / "raylet")
+    starting = f"raylet = subprocess.Popen(['{tmp_path}/raylet', str(HANG_S)]); print(raylet.pid, flush=True)"
+    with program("\n    ".join((starting, "helper.send_signal(signal.SIGSTOP)", "wait()"))) as run:
+        raylet = int(run.process.stdout.readline())
+        os.kill(raylet, signal.SIGSTOP)
+        line = run.process.stdout.readline()
+        assert line == f"megarl: note: process {raylet} was suspended for 1 s; resuming it\n"
+        wait_until(lambda: psutil.Process(raylet).status() == psutil.STATUS_SLEEPING)
+        assert psutil.Process(run.helper).status() == psutil.STATUS_STOPPED
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.end() == (130, "megarl: error: interrupted; stopping the run\n")
 
 
 def test_ctrl_c_works_with_tostop_terminals() -> None:
