@@ -13,6 +13,7 @@ from megarl.cluster.pending import join
 from megarl.cluster.session import Session
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
+from megarl.core import device
 from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import ElapsedTime
 from megarl.data.prompts import PromptSet
@@ -20,6 +21,7 @@ from megarl.models.folder import model_paths
 from megarl.report import early_end
 from megarl.run.beginning import resolve
 from megarl.run.context import RunContext, exit_status
+from megarl.run.folder import RunFolder
 from megarl.run.preflight import preflight
 from megarl.step.evaluation import evaluate
 from megarl.step.finished import FinishedRollouts
@@ -69,7 +71,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
             elapsed.print(f"refit: first refit by {workers.refit.transport}")
             logprob_check.begin()
     context.ledger.refit(context.state.step, workers.refit.weights)
-    finished = FinishedRollouts(config, workers.rewards, context.folder.finished)
+    finished = finished_rollouts(config, workers, context, data)
     queue = RolloutQueue(config, workers, data, context.state, finished)
     if context.resume_point.checkpoint is not None:
         queue.restore(context.resume_point.checkpoint)
@@ -81,6 +83,16 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     )
     context.export(workers.export)
     workers.close()
+
+
+def finished_rollouts(config: Config, workers: Workers, context: RunContext, data: PromptSet) -> FinishedRollouts:
+    """Return the rollouts that earlier attempts have finished since the checkpoint, and log those that finish."""
+    folder, origin = context.folder, {"data": data.data_hash, "code": context.folder.code_hashes}
+    finished = FinishedRollouts(config, workers.rewards, folder.finished, origin, reproduces=not device.on_cuda())
+    moved = folder.moved if config.resume == "auto" else None
+    finished.restore(context.state.step, None if moved is None else RunFolder(moved).finished)
+    finished.note_weights(context.state.step, workers.refit.weights)
+    return finished
 
 
 def step(
@@ -114,6 +126,7 @@ def step(
             metrics |= refitted | logprob_check.after_refit(number)
     recorded.result()
     context.ledger.step(number, rollouts.record, workers.refit.weights)
+    queue.finished.note_weights(number, workers.refit.weights)
     metrics |= workers.take_idle_shares() | workers.alive_reward_models() | trained.take_metrics()
     return values(rollouts.metrics | metrics) | curriculum | step_metrics(config, rollouts.sampled, watch, number)
 

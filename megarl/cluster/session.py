@@ -313,7 +313,12 @@ class Session:
     def _settle(self, wanted: Pending) -> None:
         """Record the errors that occur shortly after the first one, and the lost processes that no call has noticed.
         One of them is the cause. Does not return if Ray itself is lost."""
-        self._take([ref for pending in self._pending for ref in pending.unfinished], timeout_s=SETTLE_S)
+        failing = [pending for pending in self._pending if pending.errors and not pending.lost]
+        names = {name for pending in failing for name in pending.errors}
+        # The ranks of a model fail together, and the cause is among them. Others may work much longer.
+        awaited = failing if names <= self._replaceable.keys() else self._pending
+        self._take([ref for pending in awaited for ref in pending.unfinished], timeout_s=SETTLE_S)
+        self._take([ref for pending in self._pending for ref in pending.unfinished], timeout_s=0)
         failed = {name for pending in self._pending for name in pending.errors}
         wanted.errors |= self._lost({*self._watched, *self._replaceable}.difference(failed))
         if any(is_loss(error) for pending in self._pending for error in pending.errors.values()):

@@ -14,6 +14,7 @@ from megarl.cluster.recovery import Recovery
 from megarl.cluster.session import Session
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
+from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 
@@ -29,11 +30,13 @@ class TrainedModels:
     """The trainer groups by role, including the actor's. The states that a model's `offload` key lists are in host
     memory during rollouts and while a different model computes on the same devices. During a refit, all of them except
     the actor's weights are in host memory. `run` moves them back before a task. `sharing` maps each role to the roles
-    that share its devices and take turns with it. Without `recovery`, the loss of a rank ends the attempt."""
+    that share its devices and take turns with it. Without `recovery`, the loss of a rank ends the attempt.
+    `has_spares`: whether each rank has a spare process that can replace it."""
 
     groups: Mapping[Role, TrainerGroup]
     sharing: Mapping[Role, Collection[Role]]
     recovery: Recovery | None = None
+    has_spares: bool = False
 
     @classmethod
     def of(
@@ -46,8 +49,11 @@ class TrainedModels:
     ) -> TrainedModels:
         """Return the models, whose ranks are replaced if cluster.replace_ranks is set. `checkpoint` is the checkpoint
         from which the run resumed, if any."""
-        replaces = config.cluster.replace_ranks
-        return cls(groups, sharing, Recovery(session, groups, sharing, checkpoint) if replaces else None)
+        if not config.cluster.replace_ranks:
+            return cls(groups, sharing)
+        spares = config.cluster.spare_ranks
+        recovery = Recovery(session, groups, sharing, checkpoint)
+        return cls(groups, sharing, recovery, device.on_cuda() if spares is None else spares)
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts for attempts at a task until one completes. See Recovery.attempts."""
@@ -55,7 +61,8 @@ class TrainedModels:
 
     def copy_state(self, step: int) -> None:
         """Copy the models' state after `step` to shared memory, so that lost ranks can be replaced. If it is full, the
-        run continues without a copy."""
+        run continues without a copy. Then start missing spare processes, which import their libraries while the engines
+        sample."""
         if self.recovery is not None and self.recovery.fits():
             copying: dict[Role, Callable[[], Pending]] = {
                 role: partial(group.copy_state, step) for role, group in self.groups.items()
@@ -66,6 +73,8 @@ class TrainedModels:
                 if keepers and (undelivered := group.deliver_copies(step, keepers).result()):
                     self.recovery.note_undelivered(undelivered)
             self.recovery.note_copied(step, problem)
+            for group in self.groups.values() if self.has_spares else ():
+                group.refill_spares()
 
     def take_metrics(self) -> dict[str, Metric]:
         """Return metrics on lost ranks since the last call."""

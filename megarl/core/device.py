@@ -44,6 +44,11 @@ def on_cuda() -> bool:
     return _has_driver() and _torch().cuda.is_available()
 
 
+def has_context() -> bool:
+    """Return whether torch has initialized CUDA in this process, which takes memory on the GPU."""
+    return on_cuda() and _torch().cuda.is_initialized()
+
+
 def device() -> torch.device:
     """Return this process's device: its first visible GPU, or the CPU."""
     return _torch().device("cuda", 0) if on_cuda() else _torch().device("cpu")

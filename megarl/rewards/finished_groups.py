@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from megarl.core.completion import newest
-from megarl.core.errors import UserError
-from megarl.core.files import replacement, retry_when_full, sync
 from megarl.core.latents import AnySample
 from megarl.core.sample import Sample
-from megarl.rewards.sample_file import load_samples, sample_bytes
+from megarl.rewards.finished_files import write_group, write_results
+from megarl.rewards.result import Result
 
 
 class FinishedGroups:
-    """Collects samples until their group is complete, and then writes the group. Groups with tokens from weights newer
-    than the newest checkpoint's are not written, because a resumed run cannot use them."""
+    """Collects samples until their group is complete, and then writes the group. Groups with tokens from weights that a
+    resumed run cannot identify are not written."""
 
     def __init__(self, num_rollouts: int):
         """num_rollouts: number of rollouts in a group, including a greedy one."""
@@ -27,82 +24,66 @@ class FinishedGroups:
         self._version = 0
         self._unfinished: dict[str, dict[str, list[Sample]]] = {}
         """Samples by group name and rollout id."""
-        self._writing: dict[str, asyncio.Future[None]] = {}
+        self._writing: dict[str, asyncio.Future[Path]] = {}
         """Writes that have started, by group name, until their samples are scored or dropped."""
+        self._recording: dict[str, asyncio.Task[None]] = {}
+        """Tasks that write reward functions' results, like `_writing`."""
 
     def begin(self, folder: Path, version: int) -> None:
-        """Write groups into this folder from now on. version: the weight version in the newest checkpoint."""
+        """Write groups into this folder from now on. version: the newest weight version that a resumed run can
+        identify."""
         self._folder, self._version = folder, version
 
-    def add(self, samples: Sequence[AnySample]) -> None:
-        """Add the samples of finished rollouts. All samples of a rollout are added together."""
+    def add(self, samples: Sequence[AnySample]) -> list[list[Sample]]:
+        """Add the samples of finished rollouts. All samples of a rollout are added together. Return the groups that are
+        complete with them and are being written."""
         if self._folder is None:
-            return
+            return []
         rollouts: dict[tuple[str, str], list[Sample]] = {}
         for sample in samples:
             if isinstance(sample, Sample) and sample.group not in self._writing:
                 rollouts.setdefault((sample.group, sample.rollout_id), []).append(sample)
+        written = []
         for (name, rollout_id), members in rollouts.items():
-            group = self._unfinished.setdefault(name, {})
-            group.setdefault(rollout_id, members)  # a reassigned rollout may finish twice
-            if len(group) == self._num_rollouts:
-                self._write(name, [sample for each in self._unfinished.pop(name).values() for sample in each])
+            unfinished = self._unfinished.setdefault(name, {})
+            unfinished.setdefault(rollout_id, members)  # a reassigned rollout may finish twice
+            if len(unfinished) == self._num_rollouts:
+                group = [sample for each in self._unfinished.pop(name).values() for sample in each]
+                if max(newest(sample.versions) for sample in group) <= self._version:
+                    loop = asyncio.get_running_loop()
+                    self._writing[name] = loop.run_in_executor(None, write_group, self._folder, group)
+                    written.append(group)
+        return written
 
-    def _write(self, name: str, group: list[Sample]) -> None:
-        assert self._folder is not None, "call begin first"
-        if max(newest(sample.versions) for sample in group) <= self._version:
-            loop = asyncio.get_running_loop()
-            self._writing[name] = loop.run_in_executor(None, write_group, self._folder, group)
+    def record(self, group: Sequence[Sample], calls: Mapping[str, asyncio.Task[dict[str, Result]]]) -> None:
+        """Write the results of the reward functions for a group that `add` returned, once all calls, given by rollout
+        id, have succeeded."""
+        name = group[0].group
+        self._recording[name] = asyncio.create_task(_record(self._writing[name], calls))
 
     def forget(self, rollout_ids: Collection[str]) -> None:
         """Discard the groups of dropped rollouts, which will not be scored."""
         dropped = {rollout_id.rpartition(".")[0] for rollout_id in rollout_ids}
-        for groups in (self._unfinished, self._writing):
+        for groups in (self._unfinished, self._writing, self._recording):
             for name in [name for name in groups if name.rpartition("/")[2] in dropped]:
                 del groups[name]
 
     async def written(self, samples: Sequence[AnySample]) -> None:
-        """Wait until the groups of these samples are written, and raise the error of a write that failed."""
+        """Wait until the groups of these samples, whose rewards are known, are written. Raise the error of a write that
+        failed."""
         for name in {sample.group for sample in samples if isinstance(sample, Sample)}:
             self._unfinished.pop(name, None)  # the group was incomplete when this process started to collect
-            if name in self._writing:
-                await self._writing.pop(name)
+            for writes in (self._writing, self._recording):
+                if name in writes:
+                    await writes.pop(name)
 
 
-def write_group(folder: Path, samples: Sequence[Sample]) -> None:
-    """Write a group to a file named after its step, its position and its checksum. The file is complete on disk when it
-    appears. While the disk is full, wait as in `retry_when_full`."""
-    group: list[AnySample] = sorted(samples, key=lambda sample: _number(sample.rollout_id))  # stable in a rollout
-    data = sample_bytes([(0, 0, group)])  # the row and its version are known only to the driver
-    name = samples[0].rollout_id.rpartition(".")[0]
-    file = folder / f"{name}-{zlib.crc32(data):08x}.safetensors"
-
-    def write() -> None:
-        with replacement(file) as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        sync(folder)
-
-    retry_when_full(write, file)
-
-
-def load_groups(folder: Path) -> list[list[Sample]]:
-    """Read the groups in a folder, in the order of their names. A damaged file is skipped with a warning."""
-    groups = []
-    for file in sorted(folder.glob("[0-9]*.safetensors")):
-        try:
-            if f"{zlib.crc32(file.read_bytes()):08x}" != file.stem.rpartition("-")[2]:
-                raise UserError(f"{file}: the content does not match the checksum in its name")
-            [(_, _, samples)] = load_samples(file)
-        except UserError as error:
-            print(f"megarl: warning: a finished group is sampled again. {error}", flush=True)
-        else:
-            groups.append(samples)
-    return groups
-
-
-def _number(rollout_id: str) -> tuple[bool, int]:
-    """Sort key of a rollout in its group: its number; a greedy rollout is last."""
-    number = rollout_id.rpartition(".")[2]
-    return (False, int(number)) if number.isdecimal() else (True, 0)
+async def _record(writing: asyncio.Future[Path], calls: Mapping[str, asyncio.Task[dict[str, Result]]]) -> None:
+    results = await asyncio.gather(*calls.values(), return_exceptions=True)
+    succeeded = {
+        rollout: result
+        for rollout, result in zip(calls, results, strict=True)
+        if not isinstance(result, BaseException) and all(each.failure is None for each in result.values())
+    }
+    if len(succeeded) == len(calls):
+        await asyncio.to_thread(write_results, await writing, succeeded)

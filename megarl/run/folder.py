@@ -296,6 +296,11 @@ class RunFolder:
         return warnings_in(self._content)
 
     @property
+    def code_hashes(self) -> list[list[str]]:
+        """The config key and the SHA-256 of each file with the user's code; see `record_code`."""
+        return sorted([record["key"], record["sha256"]] for record in self._content.get("code", ()))
+
+    @property
     def _content(self) -> dict[str, Any]:
         """The content of the manifest; empty if the file was removed, which must not end a run."""
         return read_object(self.manifest) if os.path.lexists(self.manifest) else {}

@@ -214,10 +214,9 @@ class RolloutQueue:
         return [self.workers.rewards.save_groups(groups, folder / WAITING)] if groups else []
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the groups that waited when the checkpoint was saved, if later steps may train on them, and those
-        that finished afterwards. All other prompts are sampled again. If the checkpoint has a different format, or keys
-        in run.allow_changes have changed, all prompts are sampled again."""
-        self.finished.restore(checkpoint)
+        """Restore the groups that waited when the checkpoint was saved, if later steps may train on them. If the
+        checkpoint has a different format, or keys in run.allow_changes have changed, their prompts are sampled
+        again."""
         records = [record for record in checkpoint.files if record.path == WAITING]
         if not records or checkpoint.format != FORMAT or allowed_changes(self.config, checkpoint.state["config"]):
             return

@@ -183,7 +183,7 @@ class Run:
         Its open log identifies it, because process ids do not follow the engines' order.
         """
         found: list[psutil.Process] = []
-        self.wait_until(lambda: found.extend(self._writers(name, "ray::")) or found)
+        self.wait_until(lambda: found.extend(self.writers(name, "ray::")) or found)
         return found[0]
 
     def workers(self, engine: str, count: int) -> list[psutil.Process]:
@@ -191,13 +191,13 @@ class Run:
         found: list[psutil.Process] = []
 
         def has_count() -> bool:
-            found[:] = self._writers(engine, "VLLM::Worker")
+            found[:] = self.writers(engine, "VLLM::Worker")
             return len(found) == count
 
         self.wait_until(has_count)
         return found
 
-    def _writers(self, name: str, title: str) -> list[psutil.Process]:
+    def writers(self, name: str, title: str) -> list[psutil.Process]:
         """Return processes with this title that have the actor's log open, which its children inherit."""
         log = str(self.folder / f"logs/attempt_1/{name}.log")
         return [process for process in self.find_all(title) if log in _open_files(process.pid)]

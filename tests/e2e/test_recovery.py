@@ -91,6 +91,51 @@ def test_killed_ranks_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: 
     assert sum(counts) == 3
 
 
+def spares(run: Run, *generations: int) -> list[int]:
+    """Wait until the spare of each rank is ready. Return their process ids. generations: the number of spares that each
+    rank has had."""
+    logs = [run.folder / f"logs/attempt_1/spare-trainer-{rank}.log" for rank in range(len(generations))]
+
+    def are_ready() -> bool:
+        texts = [log.read_text() if log.exists() else "" for log in logs]
+        return tuple(text.count("ready to become a rank") for text in texts) == generations
+
+    run.wait_until(are_ready)
+    return [run.named(f"spare-trainer-{rank}").pid for rank in range(len(generations))]
+
+
+def test_spares_become_the_ranks(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """The run is held while spares start. One of the second spares dies, and is replaced."""
+    hold = recipe.with_name("hold")
+    with Run(recipe, tmp_path, *KEYS, f"run.steps={STEPS}", "cluster.spare_ranks=true") as run:
+        run.wait_for_step(1)
+        hold.touch()
+        found = spares(run, 1, 1)
+        replace_ranks(run, hold)
+        assert [run.named(f"trainer-{rank}").pid for rank in range(2)] == found
+        run.wait_for_step(4)
+        hold.touch()
+        dead, alive = spares(run, 2, 2)
+        psutil.Process(dead).kill()
+        hold.unlink()
+        run.wait_until(lambda: "the spare process of trainer-0 failed" in run.output)
+        hold.touch()
+        found = spares(run, 3, 2)
+        assert found[1] == alive
+        replace_ranks(run, hold)
+        assert [run.named(f"trainer-{rank}").pid for rank in range(2)] == found
+        folder = finish(run)
+    assert_equal(folder, uninterrupted)
+
+
+def replace_ranks(run: Run, hold: Path) -> None:
+    """Kill a rank of a run that is held, release the run, and wait until the ranks have been replaced."""
+    num_replaced = len(REPLACED.findall(run.output))
+    run.named("trainer-1").kill()
+    hold.unlink()
+    run.wait_until(lambda: len(REPLACED.findall(run.output)) > num_replaced)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_twenty_kills_do_not_change_a_run(recipe: Path, tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.one_part]
 STEPS = 8
 """Steps of 4 prompts each. There are 8 prompts, so an epoch ends with every second step."""
 
+NUM_TRIALS = 2
+"""Number of wrong responses that a run scores before it starts; see megarl.environments.trial."""
+
 DIGITS = Path(__file__).with_name("digits.py")
 REWARD = """
 from pathlib import Path
@@ -44,6 +47,8 @@ def digit_share(prompt, response, answer):
         GATE.with_name("held").touch()
         time.sleep(0.02)
     calls += response != answer
+    with GATE.with_name("calls").open("a") as file:
+        file.write("." * (response != answer))
     return sum(c.isdigit() for c in response) / max(1, len(response))
 """
 EVALUATION = (
@@ -108,6 +113,12 @@ def kill(run: Run) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def forget_rewards(run: Path) -> None:
+    """Remove the rewards of finished rollouts, because the gate counts the calls of the reward function."""
+    for file in run.glob("finished_rollouts/*/[0-9]*.json"):
+        file.unlink()
+
+
 def latest(folder: Path) -> int:
     """Return the step of the latest checkpoint, 0 if there is none."""
     path = Checkpoints(folder / "tiny" / "checkpoints").latest()
@@ -153,6 +164,7 @@ def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFact
     assert_loadable(folder)
     reached = latest(folder)
     assert 5 <= reached <= 7
+    forget_rewards(folder / "tiny")
     folder_of_finished = folder / "tiny" / "finished_rollouts" / f"after_{STEPS - 1:06d}"
     # Killed when the rollouts of the last step have finished.
     with recipe.run(folder, STEPS - 1 - reached, *EVALUATION, at_once) as run:
@@ -164,6 +176,7 @@ def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFact
     reached = STEPS - 1
     finished = sorted(folder_of_finished.glob("[0-9]*.safetensors"))
     assert [file.name.partition("-")[0] for file in finished] == [f"{STEPS}.{i}" for i in range(4)]
+    forget_rewards(folder / "tiny")
     finished[1].unlink()  # as if this prompt's rollouts had not finished
     if attempts == 5:
         with recipe.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
@@ -187,6 +200,35 @@ def test_resumed_metrics_are_equal(uninterrupted: Path, resumed: Path) -> None:
     assert [line["step"] for line in metrics(resumed)] == list(range(STEPS + 1))
     assert metrics(resumed)[0] == {"step": 0}, "step 0 is an evaluation only"
     assert metrics(resumed)[1:] == metrics(uninterrupted)
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_rollouts_of_undone_steps_are_used(recipe, uninterrupted, tmp_path, has_checkpoint: bool) -> None:
+    """The run trains again, but samples and scores no finished group again. It is killed in its third step, or in the
+    third step after its first checkpoint."""
+    step, every_steps = (5, "checkpoint.every_steps=3") if has_checkpoint else (2, "checkpoint.every_steps=100")
+    resumed = 3 if has_checkpoint else 0
+    with recipe.run(tmp_path, step, every_steps) as run:
+        run.wait_for_step(step)
+        run.wait_until_held(recipe.folder)
+        finished = tmp_path / "tiny/finished_rollouts" / f"after_{resumed:06d}"
+        run.wait_until(lambda: len(list(finished.glob("[0-9]*.safetensors"))) == 12)
+        assert latest(tmp_path) == resumed
+        kill(run)
+    recorded = len(list(finished.glob("[0-9]*.json")))
+    assert 8 <= recorded < 12, "only groups whose rewards are complete have recorded rewards"
+    calls = recipe.folder / "calls"
+    calls.unlink(missing_ok=True)
+    run = recipe.finish(tmp_path, every_steps)
+    assert (f"resuming after step {resumed} " if resumed else "starting at the first step") in run.output
+    assert run.output.count("rollouts: 4 prompts have finished rollouts") == 3
+    assert calls.stat().st_size == NUM_TRIALS + 16 * (STEPS - resumed) - 4 * recorded
+    folder = tmp_path / "tiny"
+    for number in range(1, STEPS + 1):
+        name = f"step_{number:06d}.jsonl"
+        assert (folder / "rollouts" / name).read_text() == (uninterrupted / "rollouts" / name).read_text()
+    [weights] = uninterrupted.glob("model/*.safetensors")
+    assert (folder / "model" / weights.name).read_bytes() == weights.read_bytes()
 
 
 def test_every_evaluation_is_recorded_once(resumed: Path) -> None:

@@ -1,10 +1,12 @@
 """Measure steps of the quickstart: against TRL's GRPOTrainer with the same recipe and prompts, one after the other;
-tokens per second with rollout.max_staleness=0 and 1, with one core each for engine and trainer; and the time that a
-killed rank costs, if its ranks are replaced and if the run is resumed from a checkpoint.
+tokens per second with rollout.max_staleness=0 and 1, with one core each for engine and trainer; the time that a killed
+rank costs, if its ranks are replaced and if the run is resumed from a checkpoint; and the time that it costs with 4
+ranks of a tiny model and 2 engines, if new processes and if spare processes replace the ranks.
 
 .venv/bin/python tools/benchmarks/quickstart.py trl --out tools/benchmarks/results/step_vs_trl.json
 .venv/bin/python tools/benchmarks/quickstart.py staleness --out tools/benchmarks/results/staleness.json
 .venv/bin/python tools/benchmarks/quickstart.py recovery --out tools/benchmarks/results/recovery.json
+.venv/bin/python tools/benchmarks/quickstart.py spares --out tools/benchmarks/results/spares.json
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from benchmark import MEGARL, QUICKSTART, read_metrics, run_benchmark, run_logge
 
 from megarl.config.load import load
 from megarl.models.folder import resolve
+from tests.e2e.run import write_recipe
 
 PACKAGES = ("trl==1.16.0", "datasets==5.2.0", "pandas==3.1.1", "multiprocess==0.70.19", "xxhash==4.1.0")
 """Packages of TRL beyond the project's, without dependencies: both sides run on the same torch and transformers."""
@@ -50,6 +53,11 @@ SEPARATE = (
     "rollout.temperature=1.0",
 )
 """Keys for one core each for engine and trainer."""
+
+SETTLE_S = 2.0
+"""Seconds for the driver to notice that spares are ready."""
+
+FOUR_RANKS = ("actor.layout={pp: 2, dp: 2}", "rollout.replicas=2")
 
 
 def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -153,15 +161,72 @@ def after_a_loss(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 def kill_a_rank(run: Path) -> float:
     """Kill a trainer rank of a run in this process's session after step 2, and return the time."""
-    while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < 2:
-        time.sleep(0.1)
-    ranks = [process for process in psutil.process_iter() if process.name().startswith("ray::TrainerAct")]
-    own = [process for process in ranks if os.getpid() in {parent.pid for parent in process.parents()}]
-    own[0].kill()
+    await_step(run, 2)
+    own_actors(run, "trainer-")[0].kill()
     return time.time()
 
 
-MEASUREMENTS = {"trl": against_trl, "staleness": ahead_of_training, "recovery": after_a_loss}
+def with_spares(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Kill a rank once in a run without spare processes, and once in a run in which all of them are ready."""
+    (work / "recipe").mkdir()
+    recipe, runs = write_recipe(work / "recipe"), {}
+    with ThreadPoolExecutor(1) as thread:
+        for name in ("new", "spare"):
+            folder, has_spares = work / name, name == "spare"
+            folder.mkdir()
+            killed = thread.submit(kill_while_held, folder / "run", recipe.with_name("hold"), has_spares)
+            keys = (*FOUR_RANKS, f"run.steps={3 + arguments.steps}", f"cluster.spare_ranks={has_spares}".lower())
+            lines, conditions = train(folder, recipe, *keys)
+            step, killed_at, memory = killed.result()
+            spans = [json.loads(line) for line in (folder / "run/logs/attempt_1/trace.jsonl").read_text().splitlines()]
+            [ended] = [span["end"] for span in spans if span["task"] == f"step {step}"]
+            lost = next(line for line in lines if line["step"] == step)
+            times = [line["time/step"] for line in lines[1:] if line is not lost]
+            figures = {"step_s": median(times), "replacement_s": lost["time/recovery"], "lost_s": ended - killed_at}
+            runs[name] = conditions | figures | {"spare_gb": memory}
+    return {"cpu_percent_elsewhere": max(run["cpu_percent_elsewhere"] for run in runs.values()), "runs": runs}
+
+
+def kill_while_held(run: Path, hold: Path, has_spares: bool) -> tuple[int, float, float]:
+    """Hold the run in a step until its spares, if any, are ready. Then kill a rank and release the run, which trains
+    next. Return the step, the time, and the mean memory (PSS) of the spares in 10⁹ bytes."""
+    await_step(run, 2)
+    hold.touch()
+    step, held = 0, hold.with_name("held")
+    while step <= len(read_metrics(run)):  # the step in which `hold` appeared may still end
+        step = len(read_metrics(run)) + 1
+        held.unlink(missing_ok=True)
+        while not held.exists():
+            time.sleep(0.1)
+    ranks = own_actors(run, "trainer-")
+    while has_spares and not are_ready(run, len(ranks)):
+        time.sleep(0.1)
+    spares = own_actors(run, "spare-")
+    memory = fmean(spare.memory_full_info().pss for spare in spares) / 1e9 if spares else 0.0
+    time.sleep(SETTLE_S)
+    ranks[0].kill()
+    hold.unlink()
+    return step, time.time(), memory
+
+
+def are_ready(run: Path, count: int) -> bool:
+    texts = [log.read_text(encoding="utf-8") for log in run.glob("logs/attempt_1/spare-*.log")]
+    return sum("ready to become a rank" in text for text in texts) == count
+
+
+def own_actors(run: Path, name: str) -> list[psutil.Process]:
+    """Return the trainers' actors of a run in this process's session whose logs have names that start with `name`."""
+    actors = [process for process in psutil.process_iter() if process.name().startswith("ray::TrainerAct")]
+    own = [process for process in actors if os.getpid() in {parent.pid for parent in process.parents()}]
+    return [process for process in own if Path(f"/proc/{process.pid}/fd/2").readlink().name.startswith(name)]
+
+
+def await_step(run: Path, number: int) -> None:
+    while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < number:
+        time.sleep(0.1)
+
+
+MEASUREMENTS = {"trl": against_trl, "staleness": ahead_of_training, "recovery": after_a_loss, "spares": with_spares}
 
 
 if __name__ == "__main__":

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
+from ray.actor import ActorHandle
 
 from megarl.cluster.groups.group import ProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
+from megarl.cluster.groups.spares import Spares
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch
 from megarl.cluster.session import Session
+from megarl.cluster.supervision.logs import log_to
 from megarl.cluster.supervision.processes import ProcessId, kill
 from megarl.config.model_schema import MegatronRole
 from megarl.config.schema import Config
+from megarl.core import device
 from megarl.core.collector import imports
+from megarl.core.errors import RunFailure
 from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
 
@@ -58,6 +65,26 @@ class RankActor(ProcessActor):
         """Fetch the LocalBatch if the argument is a RankBatch."""
         return self._batches.fetch(argument) if isinstance(argument, RankBatch) else argument
 
+    def prepare(self) -> None:
+        """Make this process a spare: import the worker's class and all that it needs. Raise RunFailure if this uses
+        memory of the device, which the current rank needs."""
+        with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
+            thread.submit(self._import).result()
+        if device.has_context():
+            raise RunFailure(f"{self._process.name}: an import has initialized CUDA, which takes device memory")
+        print("ready to become a rank", flush=True)
+
+    def _import(self) -> Callable[[Config, Path, int, Store, int], ModelWorker]:
+        with imports():
+            import megarl.cluster.store  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+            return self._worker_class()
+
+    def promote(self, process: Process, logs: Path) -> None:
+        """Make this spare a rank."""
+        log_to(logs / f"{process.name}.log")
+        self._process = process
+
     def open_store(self) -> tuple[str, int]:
         """Open the process group's TCPStore on rank 0, and return its host and port."""
         with imports():
@@ -69,10 +96,9 @@ class RankActor(ProcessActor):
 
     def start(self, host: str, port: int) -> Started:
         """Build the model and load its weights."""
-        with imports():
-            from megarl.cluster.store import join_store
+        role_worker = self._import()
+        from megarl.cluster.store import join_store
 
-            role_worker = self._worker_class()
         rank, world_size = self._process.index, self._config.placed(self._role).layout.world_size
         timeout_s = self._config.cluster.timeouts.start
         store = self._store if rank == 0 else join_store(host, port, world_size, timeout_s)
@@ -98,6 +124,12 @@ def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, 
         return ClassifierWorker
     workers = (ActorWorker, CriticWorker, ImplicitRewardWorker, RewardModelWorker)
     return next(worker for worker in workers if worker.role == role)
+
+
+def _lower_priority() -> None:
+    """Give this thread the lowest priority. Another thread of the process keeps its own, which an unprivileged process
+    could not raise again."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -126,6 +158,7 @@ class RankGroup(WorkerGroup):
         self._arguments = config, role, model_folder
         super().__init__(session, role.replace("_", " "), {})
         self.num_launches = 0
+        self._spares = Spares(processes, self._create, session.logs)
         self.launch()
         self._process_ids: Mapping[Process, ProcessId] = {}
         self._data_parallel_ranks: list[int] = []
@@ -150,13 +183,20 @@ class RankGroup(WorkerGroup):
         return [process.node.number for process in self._processes]
 
     def launch(self) -> None:
-        """Start the ranks' processes."""
+        """Start the ranks' processes, or make spare processes the ranks."""
         self.num_launches += 1
-        logs = self._session.logs
+        spares = self._spares.take()
         for process in self._processes:
-            actor_class = self._session.on_node(self.actor_class, process)
-            self._actors[process.name] = actor_class.remote(*self._arguments, process, logs)
+            self._actors[process.name] = spares.get(process.name) or self._create(process)
         self._session.watch(self._actors, self._are_replaceable)
+
+    def refill_spares(self) -> None:
+        """Start a spare process for each rank that has none, without waiting for it."""
+        self._spares.refill()
+
+    def _create(self, process: Process) -> ActorHandle:
+        actor_class = self._session.on_node(self.actor_class, process)
+        return actor_class.remote(*self._arguments, process, self._session.logs)
 
     def kill(self) -> None:
         """Kill the ranks' processes, including suspended ones, which Ray cannot end, and wait until they are gone.

@@ -22,6 +22,7 @@ from megarl.cluster.rank_batch import Scores, get_samples, get_scores, put_sampl
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
+from megarl.core.errors import UserError
 from megarl.core.files import retry_when_full
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.score import Score
@@ -30,7 +31,8 @@ from megarl.models.run_models import ModelFolders
 from megarl.models.tokenizer import load_decoder
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
-from megarl.rewards.finished_groups import FinishedGroups, load_groups
+from megarl.rewards.finished_files import GroupFile
+from megarl.rewards.finished_groups import FinishedGroups
 from megarl.rewards.model_judge import ModelJudge
 from megarl.rewards.model_reward import classifier_reward, model_judge, model_reader
 from megarl.rewards.pool import function_pool
@@ -98,10 +100,13 @@ class RewardWorker:
         """Start scoring samples that have just been sampled. Ignore samples that were already scored or dropped,
         because an engine's message may arrive after the driver's request for scores."""
         samples = [sample for sample in samples if sample.rollout_id not in self._ended]
-        self._finished.add(samples)
         for sample in samples:
             if is_judged(sample):
                 self.begin(sample)
+        for group in self._finished.add(samples):
+            if self._single_functions:
+                calls = {sample.rollout_id: self._begun[sample.rollout_id][1] for sample in filter(is_judged, group)}
+                self._finished.record(group, calls)
 
     def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
         """Start scoring a sample with the reward functions. An equal sample of the same rollout is scored only once."""
@@ -198,9 +203,24 @@ class RewardWorker:
     def begin_finished(self, folder: Path, version: int) -> None:
         self._finished.begin(folder, version)
 
-    def load_finished(self, folder: Path, newest: int) -> list[list[SampleRef]]:
-        groups = [samples for samples in load_groups(folder) if all(s.ref.version_newest <= newest for s in samples)]
-        return [[put_sample(sample) for sample in samples] for samples in groups]
+    async def load_finished(self, files: Sequence[GroupFile]) -> list[list[SampleRef]]:
+        groups = []
+        for file in files:
+            try:
+                samples = file.load()
+            except UserError as error:
+                print(f"megarl: warning: a finished group is sampled again. {error}", flush=True)
+                continue
+            results = file.load_results()
+            for sample in filter(is_judged, samples):
+                if results.get(sample.rollout_id, {}).keys() == set(self._functions_for(sample)):
+                    task = asyncio.create_task(_answer(dict(results[sample.rollout_id])))
+                    self._begun[sample.rollout_id] = sample, task
+            groups.append([put_sample(sample) for sample in samples])
+        return groups
+
+    def _functions_for(self, sample: Sample) -> list[str]:
+        return [name for name in self._single_functions if self._pool.judges(name, sample.prompt)]
 
     write_advantages = staticmethod(write_advantages)
 
@@ -238,6 +258,10 @@ class RewardWorker:
             return ModelReward(None, failure=str(reading))
         assert scores is not None, f"the reward model returned no score for sample {sample.id}"
         return self._model_score.reward(sample, scores.tolist(), reading)
+
+
+async def _answer(results: dict[str, Result]) -> dict[str, Result]:
+    return results
 
 
 def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:
@@ -290,7 +314,7 @@ class RewardGroup(WorkerGroup):
     def _begin_finished(self, folder: Path, version: int) -> None: ...
 
     @remote(timeout="checkpoint")
-    def _load_finished(self, folder: Path, newest: int) -> list[list[SampleRef]]: ...
+    def _load_finished(self, files: Sequence[GroupFile]) -> list[list[SampleRef]]: ...
 
     @remote(timeout="update")
     def _write_advantages(
@@ -335,10 +359,10 @@ class RewardGroup(WorkerGroup):
         """Write groups that finish from now on into this folder, if no token is from weights newer than `version`."""
         self._begin_finished.on_first(folder.resolve(), version).result()
 
-    def load_finished(self, folder: Path, newest: int) -> list[list[SampleRef]]:
-        """Read the groups that `begin_finished` wrote to the folder, except groups with tokens from weights newer than
-        `newest`."""
-        return self._load_finished.on_first(folder.resolve(), newest).result()
+    def load_finished(self, files: Sequence[GroupFile]) -> list[list[SampleRef]]:
+        """Read finished groups, and the reward functions' results for them, which are then not called again. A damaged
+        file is skipped with a warning."""
+        return self._load_finished.on_first(files).result()
 
     def write_advantages(
         self, rollouts: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]

@@ -17,7 +17,7 @@ from megarl.cluster.failure import LostRanks
 from megarl.cluster.object_store import object_store_mib
 from megarl.cluster.pending import Answers, Pending, first, join
 from megarl.cluster.placement import Node, Process
-from megarl.cluster.session import Session
+from megarl.cluster.session import SETTLE_S, Session
 from megarl.config.cluster_schema import Timeouts
 from megarl.config.load import load
 from megarl.core.errors import RunFailure, UserError
@@ -220,6 +220,14 @@ def lose_a_rank(session: Session) -> Pending:
 def test_lost_ranks_do_not_end_other_calls(replaceable: Session, ray: FakeRay) -> None:
     assert lose_a_rank(replaceable).result() == Answers({"engine-0": "samples"}, set())
     assert ray.now == 40
+
+
+def test_loss_waits_for_peers_but_not_for_engines(replaceable: Session, ray: FakeRay) -> None:
+    sampling = replaceable.submit({"engine-0": Call(90, "samples")}, "rollout", "rollout")
+    with pytest.raises(LostRanks, match=r"^update: trainer-1 died."):
+        results(replaceable, {"trainer-0": Call(2, RESET), "trainer-1": Call(2.5, ActorDiedError())}, "update")
+    assert ray.now < 2 + SETTLE_S
+    assert sampling.result() == Answers({"engine-0": "samples"}, set())
 
 
 def test_pending_calls_of_lost_ranks_are_forgotten(replaceable: Session, ray: FakeRay) -> None:

@@ -101,7 +101,8 @@ def queue_of(config, rollouts: Rollouts, state: RunState, saves: Saves | None = 
     if saves is not None:
         for name in ("save_groups", "load_groups", "begin_finished", "load_finished"):
             setattr(rewards, name, getattr(saves, name))
-    finished = FinishedRollouts(config, rewards, Path("unused") if saves is None else saves.folder)
+    folder = Path("unused") if saves is None else saves.folder
+    finished = FinishedRollouts(config, rewards, folder, {"data": "hash", "code": []}, reproduces=True)
     workers = SimpleNamespace(engines=rollouts, environments=None, rewards=rewards)
     return RolloutQueue(config, workers, DATA, state, finished)
 
@@ -206,7 +207,9 @@ class Saves:
     """Saved checkpoints, of which only the latest one can be loaded, and the groups written since."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.written, self.target = folder, {}, None
+        self.folder, self.target = folder, None
+        self.written: dict[str, list[SampleRef]] = {}
+        """Groups by file name."""
         self.run, self.files, self.format, self.path = json.dumps(fresh().dump()), (), FORMAT, Path()
         self.state = {"config": config_of(0).model_dump()}
         self.groups: list = []
@@ -228,16 +231,29 @@ class Saves:
     def begin_finished(self, folder, version):
         self.target = folder, version
 
-    def load_finished(self, folder, newest):
-        groups = self.written.get(folder, {}).values()
-        return [group for group in groups if all(sample.version_newest <= newest for sample in group)]
+    def load_finished(self, files):
+        assert all(file.path.exists() for file in files)
+        return [self.written[file.path.name] for file in files]
 
     def write(self, pending) -> None:
         """Write finished groups, as the reward process does."""
         for group in pending.result() if self.target else ():
-            folder, version = self.target
-            if group[0].version_newest <= version:
-                self.written.setdefault(folder, {})[group[0].id] = group
+            if group[0].version_newest <= self.target[1]:
+                self.put(group)
+
+    def put(self, group: list[SampleRef]) -> None:
+        folder, _ = self.target
+        name, version = group[0].id.rpartition(".")[0], group[0].version_newest
+        file = folder / f"{name}-{version}-{len(self.written):08x}.safetensors"
+        file.touch()
+        self.written[file.name] = group
+
+
+def weights_of(trained: list[list[SampleRef]]) -> dict[str, dict[str, str]]:
+    """Return the digests of weights that have trained on these groups."""
+    return {
+        "sample": {"regions": "", "trainer": str([(ref.id, ref.version_newest) for step in trained for ref in step])}
+    }
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -256,7 +272,8 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed, tmp_path):
         waited = [row for row, *_ in saves.groups]
         rollouts = Clocked(rng, seconds, killed_at=rng.randint(0, 25 * save_every), saves=saves)
         queue = queue_of(config, rollouts, state, saves)
-        saves.target = None
+        queue.finished.restore(state.step)
+        queue.finished.note_weights(state.step, weights_of(trained))
         if state.step:
             queue.restore(saves)
         waited += [int(group[0].prompt_id) for group in queue.finished._found.values()]
@@ -268,6 +285,7 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed, tmp_path):
                 groups = queue.take(state.step, PER_STEP, lambda: None)
                 queue.drop(state.step)
                 trained.append([group[0] for group in groups])
+                queue.finished.note_weights(state.step, weights_of(trained))
                 names = [sample.id for group in groups for sample in group]
                 assert len(set(names)) == len(names), "names must be unique in a step"
                 rollouts.finish_some()

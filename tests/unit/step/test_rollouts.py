@@ -79,7 +79,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         config,
         workers,
         7,
-        RolloutQueue(config, workers, data, state, FinishedRollouts(config, workers.rewards, Path())),
+        RolloutQueue(config, workers, data, state, FinishedRollouts(config, workers.rewards, Path(), {})),
         Path(),
         Stopwatch(),
         lambda: None,

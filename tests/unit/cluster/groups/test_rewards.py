@@ -21,6 +21,7 @@ from megarl.core.completion import CandidateIds, VersionRun
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample, SampleRef
 from megarl.models.run_models import ModelFolders
+from megarl.rewards.finished_files import GroupFile, write_group
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S, POLL_S, WAIT_S
 
@@ -103,6 +104,41 @@ def test_samples_are_scored_once_and_during_rollout(worker, calls, tmp_path):
     assert [(row["step"], row["sample_id"], row["reward"]) for row in rows] == [
         (3, item.id, score.value) for item, score in zip(samples, scores, strict=True)
     ]
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_restored_results_are_not_computed_again(worker, calls, tmp_path, monkeypatch, is_kept):
+    monkeypatch.setattr(rewards, "put_sample", lambda sample: sample)
+    group = [replace(sample(f"{30 + is_kept}.0.{i}", "x" * i), prompt=sample("3", "").prompt) for i in range(8)]
+
+    async def first():
+        worker.begin_finished(tmp_path, 1)
+        worker.receive(group)
+        return await worker.score(group, {}, 30, tmp_path / "rollouts.jsonl")
+
+    async def second():
+        files = GroupFile.all_in(tmp_path)
+        for results in () if is_kept else files[0].results:
+            results.unlink()
+        [restored] = await worker.load_finished(files)
+        return await worker.score(restored, {}, 30, tmp_path / "rollouts.jsonl")
+
+    expected = asyncio.run(first())
+    assert len(called(calls)) == 8
+    assert asyncio.run(second()) == expected
+    assert len(called(calls)) == (8 if is_kept else 16)
+
+
+def test_damaged_finished_group_is_skipped(worker, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rewards, "put_sample", lambda sample: sample)
+    for name in ("32.0", "32.1"):
+        write_group(tmp_path, [replace(sample(f"{name}.0", "x"), prompt=sample("3", "").prompt)])
+    damaged, intact = GroupFile.all_in(tmp_path)
+    damaged.path.write_bytes(damaged.path.read_bytes()[:-1])
+    [group] = asyncio.run(worker.load_finished([damaged, intact]))
+    assert group[0].id == "32.1.0"
+    warning = capsys.readouterr().out
+    assert str(damaged.path) in warning and str(intact.path) not in warning
 
 
 def test_late_samples_are_not_scored_again(worker, calls, tmp_path):

@@ -75,11 +75,14 @@ class History:
         rollouts = Clocked(self.rng, self.seconds, killed_at, saves)
         queue: Any = queue_of(self.config, rollouts, state, saves)
         saves.target = None
+        queue.finished.restore(state.step)
+        weights = self.weights.setdefault(state.step, self.new_weights(state.step))
+        queue.finished.note_weights(state.step, weights)
         if checkpoint is not None:
             queue.restore(saves)
         try:
             self.may_be_killed()
-            ledger.refit(state.step, self.weights.setdefault(state.step, self.new_weights(state.step)))
+            ledger.refit(state.step, weights)
             while state.step < STEPS:
                 state.step += 1
                 rollouts.version = state.step - 1
@@ -134,6 +137,7 @@ class History:
         rollouts.finish_some()
         self.weights[state.step] = self.new_weights(state.step)
         ledger.step(state.step, record, self.weights[state.step])
+        queue.finished.note_weights(state.step, self.weights[state.step])
         self.may_be_killed()
         if self.rng.random() < 0.2:
             ledger.evaluation(state.step, [{"set": "a", "prompts": 2, "rollouts": 2, "failed": 0, "why": None}])
