@@ -31,7 +31,7 @@ GPUS, TARGET = 1024, CASES["target"]
 TOLERANCE = 0.007
 """Largest difference between the prediction and the simulation, as a fraction of the allocation."""
 WHOLE, IN_PLACE = CASES["recoveries"]
-START = FOLDER / "results/start.json"
+START, RECOVERY = FOLDER / "results/start.json", FOLDER / "results/recovery.json"
 
 MAX_SPARES = 80
 """Number of spare nodes up to which the best number is searched."""
@@ -69,17 +69,14 @@ def measured_restart(run: Path) -> dict[str, float]:
 def models(restart: Mapping[str, float]) -> dict[str, FailureModel]:
     """Return the model of each recovery on GPUS devices, with Llama 3's failure rate. On as many devices, a restart
     takes longer by the driver's measured CPU time to start the ranks."""
-    from megarl.cluster.nodes.gathering import NODE_LOSS_S  # imports Ray
+    from megarl.cluster.nodes.members import NODE_LOSS_S  # imports Ray
 
     driver_s = sum(json.loads(START.read_text())["driver_cpu_seconds"].values())
     hang_s = load_config("m", {}).cluster.timeouts.update
-    computed = {
-        "detect_s": NODE_LOSS_S + CASES["hangs"]["share"] * hang_s,
-        "restart_s": sum(restart.values()) + driver_s,
-    }
-    rate = rates()["Llama 3"]
+    seconds = {WHOLE: sum(restart.values()), IN_PLACE: json.loads(RECOVERY.read_text())["replacement_s"]}
+    detect_s, rate = NODE_LOSS_S + CASES["hangs"]["share"] * hang_s, rates()["Llama 3"]
     return {
-        name: FailureModel(GPUS, rate, **(computed if name == WHOLE else {}) | settings)
+        name: FailureModel(GPUS, rate, detect_s=detect_s, restart_s=seconds[name] + driver_s, **settings)
         for name, settings in CASES["recoveries"].items()
     }
 
