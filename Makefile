@@ -52,7 +52,7 @@ help:
 	@echo "make test-sandbox  escape attempts from bubblewrap sandboxes; installs bubblewrap (1 minute)"
 	@echo "make test-cluster  multi-node runs in network namespaces, and Slurm jobs; installs packages (15 minutes)"
 	@echo "make test-browser  report pages in Chromium; installs it (1 minute)"
-	@echo "make soak        more tests of clusters: lost nodes, and a job with twenty seeded faults (25 minutes)"
+	@echo "make soak        more cluster tests: lost nodes, and jobs with 20 and 51 seeded faults (over an hour)"
 	@echo "make resolve-gpu  check that pip can resolve the packages of the H100 container (1 minute)"
 	@echo "make test-gpu    tests for one, two and eight GPUs, limited to the available ones; fails without a GPU"
 	@echo "make docs        build the documentation site in build/docs, with all links checked (1 minute)"
@@ -165,7 +165,7 @@ test-browser: $(DONE)
 	tools/environment/system.sh chromium:chromium
 	@$(BEHIND) $(RUN) -m pytest tests/browser $(SLOWEST) | sed --unbuffered 's/^/browser | /'
 
-# Lost nodes, and a job with twenty seeded faults. Run it after changes to fault tolerance.
+# Lost nodes, and jobs with 20 and 51 seeded faults. Run it after changes to fault tolerance.
 soak: $(DONE)
 	$(CLUSTER_PACKAGES)
 	@$(RUN) -m pytest tests/cluster -m exhaustive --capture=no

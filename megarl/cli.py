@@ -169,7 +169,7 @@ def join(
         Path, typer.Argument(metavar="FOLDER", help="Run folder on a shared file system, such as runs/quickstart.")
     ],
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds to wait for the run to start.")] = 600.0,
-    spare: Annotated[bool, typer.Option("--spare", help="Run nothing until this machine replaces a lost one.")] = False,
+    spare: Annotated[bool, typer.Option("--spare", help="Join as an idle node that may replace a lost one.")] = False,
 ) -> None:
     """Join this machine to a multi-node run (cluster.nodes) that `megarl train` starts on another machine."""
     from megarl.cluster.supervision.supervisor import supervised

@@ -53,7 +53,7 @@ class Recovery:
         """Duration of the unreported replacements."""
         self._fits: bool | None = None
         """Whether copies fit into shared memory; None: not checked yet."""
-        self._partners_fit: bool | None = None
+        self._kept_copies_fit: bool | None = None
         """Whether two copies of each rank's state fit, one of them on another node; None: not checked yet."""
         self._lacks_copy = False
         """Whether shared memory was full after the latest step, so that there is no copy of its state."""
@@ -82,20 +82,18 @@ class Recovery:
         """Return whether copies take at most half of the free shared memory on every node. If they do not, print a note
         at the first call, and never replace ranks."""
         if self._fits is None:
-            self._fits = self._has_room(
-                lambda _: (), "the loss of a rank ends the attempt. Enlarge /dev/shm to have lost ranks replaced"
-            )
-        if self._fits and self._partners_fit is None and self._session.members.spares():
-            self._partners_fit = self._has_room(
+            self._fits = self._has_room(lambda _: (), "the loss of a rank ends the attempt. Fix: enlarge /dev/shm")
+        if self._fits and self._kept_copies_fit is None and self._session.members.spare_nodes():
+            self._kept_copies_fit = self._has_room(
                 lambda group: keepers(group.nodes),
-                "the loss of a node ends the attempt. Enlarge /dev/shm to have a spare node replace it",
+                "the loss of a node ends the attempt. Fix: enlarge /dev/shm",
             )
         return self._fits
 
     def keepers(self, group: TrainerGroup) -> Sequence[int]:
         """Return the rank that keeps a copy of each rank's state on another node. Empty if no spare node could use the
         copies, or if they do not fit."""
-        return keepers(group.nodes) if self._partners_fit and self._session.members.spares() else ()
+        return keepers(group.nodes) if self._kept_copies_fit and self._session.members.spare_nodes() else ()
 
     def _has_room(self, keepers_of: Callable[[TrainerGroup], Sequence[int]], consequence: str) -> bool:
         """Return whether the ranks' own copies and those that keepers hold for them take at most half of the free
@@ -113,7 +111,7 @@ class Recovery:
         for node in lacking[:1]:
             print(
                 f"recovery: copies of the trained models' state need {needed[node] / 2**30:.2f} GiB of shared memory "
-                f"on node {node}, more than half of its free {free[node] / 2**30:.2f} GiB. Therefore, {consequence}",
+                f"on node number {node}, more than half of its free {free[node] / 2**30:.2f} GiB, so {consequence}",
                 flush=True,
             )
         return not lacking
@@ -130,8 +128,8 @@ class Recovery:
     def note_undelivered(self, problem: str) -> None:
         """Record that a keeper's shared memory was full. No further copies are delivered, because every attempt would
         delay a step."""
-        self._partners_fit = False
-        print(f"recovery: the loss of a node ends the attempt. {problem}", flush=True)
+        self._kept_copies_fit = False
+        print(f"recovery: no copies on other nodes, so the loss of a node ends the attempt. {problem}", flush=True)
 
     def take_metrics(self) -> dict[str, Metric]:
         """Return the number and duration of replacements since the last call; empty if there were none."""
@@ -142,9 +140,9 @@ class Recovery:
         return metrics
 
     def _replace(self, loss: LostRanks) -> None:
-        """Replace all ranks, and replace them again if further ranks are lost meanwhile. Raise RunFailure if there are
-        no copies of the latest state, if the run has received a termination signal, or if the step has lost ranks too
-        often."""
+        """Replace all ranks, and replace them again if more ranks are lost in the meantime. Raise RunFailure if there
+        are no copies of the latest state, if the run has received a termination signal, or if the step has lost ranks
+        too often."""
         begin = time.time()
         while True:
             if self._fits is False or self._lacks_copy or interrupts.is_signaled:

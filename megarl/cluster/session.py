@@ -277,11 +277,14 @@ class Session:
             self._rendezvous.note_lost(names)
         message = f"{phase}lost {', '.join(f'node {name}' for name in names)}. See {self.logs}"
         placed = {name for number in lost for name in self._placed.get(number, ())}
-        others, num_spares = sorted(placed - self._replaceable.keys()), len(self.members.spares())
+        others, num_spares = sorted(placed - self._replaceable.keys()), len(self.members.spare_nodes())
         if not self._replaceable or not is_replaceable:
             reason = ""
         elif others:
-            reason = f". A spare node replaces only a node of trained models, but {', '.join(others)} ran there"
+            reason = (
+                ". A spare node can replace only a node that runs nothing but ranks of trained models, but "
+                f"{', '.join(others)} also ran there"
+            )
         elif num_spares < len(lost):
             reason = f". {num_spares} of {len(lost)} required spare nodes have joined the run"
         else:
@@ -289,7 +292,8 @@ class Session:
         return RunFailure(f"{message}{reason}. Fix: replace these nodes and resume the run")
 
     def replace_lost_nodes(self) -> None:
-        """Replace lost nodes by spare nodes, which take over their numbers. Raise RunFailure if that is impossible."""
+        """Replace lost nodes with spare nodes, which take over their numbers. Raise RunFailure if this is
+        impossible."""
         if lost := self.members.lost():
             error = self._lost_nodes(lost, "")
             if not isinstance(error, LostRanks):
@@ -315,7 +319,7 @@ class Session:
         One of them is the cause. Does not return if Ray itself is lost."""
         failing = [pending for pending in self._pending if pending.errors and not pending.lost]
         names = {name for pending in failing for name in pending.errors}
-        # The ranks of a model fail together, and the cause is among them. Others may work much longer.
+        # The ranks of a model fail together, and the cause is among them. Other processes may run much longer.
         awaited = failing if names <= self._replaceable.keys() else self._pending
         self._take([ref for pending in awaited for ref in pending.unfinished], timeout_s=SETTLE_S)
         self._take([ref for pending in self._pending for ref in pending.unfinished], timeout_s=0)

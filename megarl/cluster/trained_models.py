@@ -31,12 +31,12 @@ class TrainedModels:
     memory during rollouts and while a different model computes on the same devices. During a refit, all of them except
     the actor's weights are in host memory. `run` moves them back before a task. `sharing` maps each role to the roles
     that share its devices and take turns with it. Without `recovery`, the loss of a rank ends the attempt.
-    `has_spares`: whether each rank has a spare process that can replace it."""
+    `has_spare_processes`: whether each rank has a spare process that can replace it."""
 
     groups: Mapping[Role, TrainerGroup]
     sharing: Mapping[Role, Collection[Role]]
     recovery: Recovery | None = None
-    has_spares: bool = False
+    has_spare_processes: bool = False
 
     @classmethod
     def of(
@@ -51,7 +51,7 @@ class TrainedModels:
         from which the run resumed, if any."""
         if not config.cluster.replace_ranks:
             return cls(groups, sharing)
-        spares = config.cluster.spare_ranks
+        spares = config.cluster.spare_processes
         recovery = Recovery(session, groups, sharing, checkpoint)
         return cls(groups, sharing, recovery, device.on_cuda() if spares is None else spares)
 
@@ -60,9 +60,9 @@ class TrainedModels:
         return iter([nullcontext()]) if self.recovery is None else self.recovery.attempts()
 
     def copy_state(self, step: int) -> None:
-        """Copy the models' state after `step` to shared memory, so that lost ranks can be replaced. If it is full, the
-        run continues without a copy. Then start missing spare processes, which import their libraries while the engines
-        sample."""
+        """Copy the models' state after `step` to shared memory and, if spare nodes have joined, to other nodes, so that
+        lost ranks can be replaced. If shared memory is full, the run continues without a copy. Then start missing spare
+        processes, which import their libraries while the engines sample."""
         if self.recovery is not None and self.recovery.fits():
             copying: dict[Role, Callable[[], Pending]] = {
                 role: partial(group.copy_state, step) for role, group in self.groups.items()
@@ -73,8 +73,8 @@ class TrainedModels:
                 if keepers and (undelivered := group.deliver_copies(step, keepers).result()):
                     self.recovery.note_undelivered(undelivered)
             self.recovery.note_copied(step, problem)
-            for group in self.groups.values() if self.has_spares else ():
-                group.refill_spares()
+            for group in self.groups.values() if self.has_spare_processes else ():
+                group.refill_spare_processes()
 
     def take_metrics(self) -> dict[str, Metric]:
         """Return metrics on lost ranks since the last call."""

@@ -67,4 +67,4 @@ class Cluster(Section):
     timeouts: Timeouts
     object_store_mib: PositiveInt | None
     replace_ranks: bool
-    spare_ranks: bool | None
+    spare_processes: bool | None

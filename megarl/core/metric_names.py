@@ -81,7 +81,7 @@ METRICS = (
     Declaration("time/rollout", "time spent submitting rollouts and waiting for them", "s"),
     Declaration("time/reward", "time spent waiting for rewards after the last rollout", "s"),
     Declaration("time/train", "passes and updates of all models", "s"),
-    Declaration("time/copy", "copying the trained models' state to shared memory", "s"),
+    Declaration("time/copy", "copying the trained models' state to shared memory and to other nodes", "s"),
     Declaration("time/recovery", "replacing lost ranks of the trained models", "s", "steps that lost a rank"),
     Declaration("recovery/replacements", "number of rank replacements", "", "steps that lost a rank"),
     Declaration("time/refit", "weight sync, including log-prob checks after it", "s"),

@@ -1,4 +1,5 @@
-"""Which ranks keep copies of the state of ranks on other nodes, so that no state is lost with a node."""
+"""Which ranks keep copies of the state of ranks on other nodes, so that a model on several nodes survives the loss of
+one."""
 
 from __future__ import annotations
 

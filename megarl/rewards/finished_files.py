@@ -50,7 +50,7 @@ class GroupFile:
     @property
     def results(self) -> list[Path]:
         """The files with the results of the reward functions for this group: at most one, unless it was written twice.
-        Their names have the checksums of both files."""
+        Their names contain the checksums of both files."""
         return sorted(self.path.parent.glob(f"{self.path.stem}.*.json"))
 
     def remove(self) -> None:
@@ -100,9 +100,8 @@ def write_group(folder: Path, samples: Sequence[Sample]) -> Path:
 
 
 def write_results(file: Path, results: Results) -> None:
-    """Write the results of the reward functions for the group in `file`. Results with failures are not restored, so
-    that the functions are called again. A file that is lost or damaged by a crash has the same effect, so nothing waits
-    for the disk."""
+    """Write the results of the reward functions for the group in `file`. No result may be a failure. If a crash loses
+    or damages the file, the functions are called again, so nothing waits for the disk."""
     fields = {
         rollout: {name: _fields(result) for name, result in by_name.items()} for rollout, by_name in results.items()
     }

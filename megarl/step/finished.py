@@ -49,14 +49,14 @@ class FinishedRollouts:
     _earlier: dict[str, GroupFile] = field(init=False, default_factory=dict)
     """Files of earlier attempts' unused groups, by STEP.GROUP."""
     _found: dict[str, list[SampleRef]] = field(init=False, default_factory=dict)
-    """The groups in `_earlier` whose weights the run has had, by STEP.GROUP."""
+    """The groups in `_earlier` that the run can use, because it has had their weights, by STEP.GROUP."""
     _names: set[str] = field(init=False, default_factory=set)
-    """The names of all groups of earlier attempts that are or were in `_earlier`."""
+    """Names of earlier attempts' groups that new groups must not reuse: unused, taken and stale ones."""
 
     def begin(self, step: int) -> None:
         """Write groups that finish from now on into the folder for the checkpoint of this step. Move unused groups of
-        earlier attempts there, unless they are too stale. Remove the folders for checkpoints before the previous one,
-        which is complete."""
+        earlier attempts there, unless they are too stale. Remove folders older than the previous checkpoint's, because
+        that checkpoint is complete."""
         for earlier, path in numbered(self.folder, AFTER).items():
             if self._step is not None and earlier < self._step:
                 shutil.rmtree(path)
@@ -74,7 +74,7 @@ class FinishedRollouts:
         """Find the groups that earlier attempts have written since the checkpoint of `step`; 0 without one. Groups with
         other settings or data are removed. moved: the folder of an earlier attempt whose run folder was moved aside."""
         if step == 0 and self.config.checkpoint.every_steps is None:
-            return  # their number would have no limit
+            return  # without checkpoints, files would accumulate
         if moved is not None and (moved / AFTER.format(0)).exists() and not self.folder.exists():
             self.folder.mkdir()
             (moved / AFTER.format(0)).replace(self.folder / AFTER.format(0))

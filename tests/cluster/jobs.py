@@ -38,10 +38,10 @@ def write_rewards(shared: Path) -> None:
 
 
 def launch(
-    cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False
+    cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False, megatron: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Launch a run as a job. Without `vllm`, engines and trainers are fakes."""
-    program, needed = megarl(vllm, megatron=False)
+    """Launch a run as a job. For `vllm` and `megatron`, see tests.e2e.run.megarl."""
+    program, needed = megarl(vllm, megatron)
     command = [] if vllm else [f"--command={shlex.join(program)}"]
     keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON, *needed, *command]
     command = [*MEGARL, "launch", str(shared / "tiny.yaml"), *keys, *arguments]
@@ -51,9 +51,11 @@ def launch(
 class Launched:
     """A run launched as a job."""
 
-    def __init__(self, cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False):
+    def __init__(
+        self, cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False, megatron: bool = False
+    ):
         self.cluster, self.folder = cluster, shared / "runs" / name
-        done = launch(cluster, shared, name, *arguments, vllm=vllm)
+        done = launch(cluster, shared, name, *arguments, vllm=vllm, megatron=megatron)
         assert done.returncode == 0, done.stderr
         self.number = (self.folder / "launch/submitted").read_text().strip()
 

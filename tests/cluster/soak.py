@@ -34,10 +34,10 @@ SPACING = 5
 """Steps between two faults, on average."""
 
 AFTER = 3
-"""Steps after which the consequences of a fault are measured. All of these steps end before the next fault."""
+"""Number of steps after a fault whose delay is measured. All of them end before the next fault."""
 
 HEALS_S = 10
-"""Length of a partition that heals, and of full shared memory."""
+"""Duration of temporary faults, in seconds."""
 
 POLL_S = 0.5
 
@@ -51,13 +51,13 @@ DRIVER, SUPERVISOR = "driver", "supervisor"
 PATTERNS = {
     "trainer rank": "^ray::TrainerActor",
     "engine": "^ray::EngineActor",
-    "actor of environments": "^ray::EnvironmentActor",
+    "environment actor": "^ray::EnvironmentActor",
     "environment process": r" megarl\.environments\.host ",
-    "actor of rewards": "^ray::RewardActor",
+    "reward actor": "^ray::RewardActor",
     "reward process": r" megarl\.rewards\.worker ",
     "raylet": "/raylet/raylet ",
     "GCS": "/gcs_server ",
-    "join": r" -m \S+ join ",
+    "megarl join": r" -m \S+ join ",
 }
 """Process -> pattern of its command line."""
 
@@ -67,12 +67,12 @@ FAULTS: Mapping[str, int] = {
     "SIGSTOP trainer rank": 2,
     "SIGKILL engine": 4,
     "SIGSTOP engine": 1,
-    "SIGKILL actor of environments": 1,
-    "SIGSTOP actor of environments": 1,
+    "SIGKILL environment actor": 1,
+    "SIGSTOP environment actor": 1,
     "SIGKILL environment process": 4,
     "SIGSTOP environment process": 2,
-    "SIGKILL actor of rewards": 1,
-    "SIGSTOP actor of rewards": 1,
+    "SIGKILL reward actor": 1,
+    "SIGSTOP reward actor": 1,
     "SIGKILL reward process": 3,
     "SIGSTOP reward process": 2,
     "SIGKILL driver": 2,
@@ -83,8 +83,8 @@ FAULTS: Mapping[str, int] = {
     "SIGSTOP raylet": 2,
     "SIGKILL GCS": 1,
     "SIGSTOP GCS": 2,
-    "SIGKILL join": 1,
-    "SIGSTOP join": 1,
+    "SIGKILL megarl join": 1,
+    "SIGSTOP megarl join": 1,
     "loss of the first node": 1,
     "loss of another node": 1,
     "partition that heals": 2,
@@ -92,7 +92,7 @@ FAULTS: Mapping[str, int] = {
     "full shared memory": 1,
     "corrupt newest checkpoint": 1,
 }
-"""Kind of fault -> its number."""
+"""Kind of fault -> number of times that it occurs."""
 
 WORLD = '''
 import asyncio
@@ -160,10 +160,11 @@ class Soak:
         (shared / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.cluster, self._faults, self._chance = cluster, faults, random.Random(seed)
         self._machines = {machine.name: machine for machine in cluster.machines}
-        self._away: list[Machine] = []
+        self._lost: list[Machine] = []
         self.occurred: list[Occurred] = []
         self._record = shared / "faults.json"
-        self.run = Launched(cluster, shared, "soak", *_options(), *_keys(shared, num_steps(faults)), vllm=vllm)
+        options = *_options(), *_keys(shared, num_steps(faults))
+        self.run = Launched(cluster, shared, "soak", *options, vllm=vllm, megatron=True)
         self.begin = self._time("SubmitTime")
 
     def inject(self) -> None:
@@ -177,9 +178,9 @@ class Soak:
             self._record.write_text(json.dumps([asdict(occurred) for occurred in self.occurred]))
             print(f"fault {number} of {len(self._faults)}, {at - self.begin:.0f} s: {fault.kind}, {where}", flush=True)
             self._wait_for_step(step + AFTER)
-            for machine in self._away:
-                self._give_back(machine)
-            self._away.clear()
+            for machine in self._lost:
+                self._boot_again(machine)
+            self._lost.clear()
         self.cluster.wait_for_state(self.run.number, "COMPLETED", "FAILED", "CANCELLED", seconds=RUN_S)
         self.end = self._time("EndTime")
 
@@ -194,12 +195,12 @@ class Soak:
             assert passed < WAITS_S, (self.run.job, self.run.log[-20000:])
             assert self.run.job["JobState"] not in ("FAILED", "CANCELLED", "COMPLETED"), self.run.log[-20000:]
             if passed > 1.5 * NODE_DOWN_S:
-                for machine in self._away:
-                    self._give_back(machine)
-                self._away.clear()
+                for machine in self._lost:
+                    self._boot_again(machine)
+                self._lost.clear()
             time.sleep(POLL_S)
 
-    def _give_back(self, machine: Machine) -> None:
+    def _boot_again(self, machine: Machine) -> None:
         """Boot a lost machine again. A machine without a connection must have ended its part of the run by itself."""
         if machine.is_up:
             wait_until(lambda: not _megarl(machine), lambda: _megarl(machine))
@@ -233,7 +234,7 @@ class Soak:
             lost.cut()
         else:
             lost.crash()
-        self._away.append(lost)
+        self._lost.append(lost)
         return lost.name
 
     def _signal(self, signal: str, target: str, machines: Sequence[Machine]) -> tuple[Machine, int]:
@@ -305,9 +306,9 @@ class Soak:
 
 
 def lost_time(run: Path, faults: Sequence[Occurred]) -> dict[str, Any]:
-    """Return the number of faults by kind, and their median and longest time lost: by how many seconds the AFTER steps
-    after the fault were later than they would have been at the run's mean time of an undisturbed step. Steps take turns
-    being long and short, because rollouts for two steps finish together."""
+    """Return the number of faults by kind, and their median and longest time lost: the delay of the AFTER steps after
+    the fault, relative to the mean duration of undisturbed steps. It is a mean because long and short steps alternate:
+    rollouts for two steps finish together."""
     attempts = read_times(run)
     rows = sorted((row for times in attempts for row in times.rows if row.step is not None), key=lambda row: row.end)
     windows: list[tuple[Occurred, float, float]] = []

@@ -66,7 +66,7 @@ def test_run_survives_all_kinds_of_faults(shared: Path) -> None:
     print(f"seed: {SEED}", flush=True)
     (shared / "slow").unlink()
     with slurm(3, shared) as cluster:
-        soak = Soak(cluster, shared, plan(SEED), vllm=False)
+        soak = Soak(cluster, shared, SEED, plan(SEED), vllm=False)
         soak.inject()
         figures = soak.figures(SEED)
     assert figures["minutes"] >= 30

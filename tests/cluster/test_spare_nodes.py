@@ -42,12 +42,12 @@ def test_spare_node_replaces_a_lost_node_of_ranks(shared: Path) -> None:
     """The lost node has the rank that serves the rendezvous of all ranks. Its copy is on the other rank's node."""
     keys = [*COMMON, *KEYS, f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]"]
     (shared / "slow").unlink()
-    alone = on_one_machine(shared, "spare-alone", *keys)
+    alone = on_one_machine(shared, "spare-alone", *keys, megatron=True)
     (shared / "slow").touch()
     output = shared / "spare.n3"
     with (
         Machines(4, shared) as machines,
-        cluster_run(machines[:3], shared, "spare", *keys) as run,
+        cluster_run(machines[:3], shared, "spare", *keys, megatron=True) as run,
         ExitStack() as mending,
     ):
         run.wait_for_step(1)

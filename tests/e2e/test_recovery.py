@@ -107,7 +107,7 @@ def spares(run: Run, *generations: int) -> list[int]:
 def test_spares_become_the_ranks(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """The run is held while spares start. One of the second spares dies, and is replaced."""
     hold = recipe.with_name("hold")
-    with Run(recipe, tmp_path, *KEYS, f"run.steps={STEPS}", "cluster.spare_ranks=true") as run:
+    with Run(recipe, tmp_path, *KEYS, f"run.steps={STEPS}", "cluster.spare_processes=true") as run:
         run.wait_for_step(1)
         hold.touch()
         found = spares(run, 1, 1)

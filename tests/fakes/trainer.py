@@ -1,7 +1,7 @@
 """A trainer rank without Megatron that starts in a second.
 
-It holds the rank's shard, sends it to engines over the real transports, and saves and copies it. An update needs all
-ranks, as a collective does, and multiplies the weights by a negative factor that depends on the samples' tokens and
+It holds the rank's shard, sends it to engines over the real transports, and saves and copies it. An update is a
+collective over all ranks, and multiplies the weights by a negative factor that depends on the samples' tokens and
 rewards.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from megarl.cluster.groups.trainers import TrainerProcess
+from megarl.cluster.groups.trainers import TrainerRank
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, seal, write_note
@@ -41,7 +41,7 @@ from megarl.resharding.transports.transport import Transport
 from megarl.resharding.verification import Checksum, Region, source_checksums
 
 FACTORS, UNIT = 1009, 1e-5
-"""Number of different factors and their distance. They are close to -1, so that every update changes even bfloat16
+"""Number of factors and their spacing. They are close to -1, so that every update changes even bfloat16
 weights, but thousands of updates leave their magnitude as it is."""
 
 METRICS = ("policy/loss", "policy/grad_norm", "policy/lr")
@@ -49,7 +49,7 @@ METRICS = ("policy/loss", "policy/grad_norm", "policy/lr")
 
 
 class FakeTrainer:
-    """Has the methods of megarl.megatron.workers.trainer.TrainerWorker that a GRPO run with one update a step calls."""
+    """A stand-in for TrainerWorker with the methods that a GRPO run with one update per step calls."""
 
     kernels = "a trainer without Megatron"
 
@@ -180,7 +180,7 @@ class FakeTrainer:
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
-class TrainerActor(TrainerProcess):
+class TrainerActor(TrainerRank):
     """The actor of a FakeTrainer. Its process has the same title as one with Megatron."""
 
     def _worker_class(self) -> Any:

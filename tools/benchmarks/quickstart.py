@@ -175,7 +175,7 @@ def with_spares(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             folder, has_spares = work / name, name == "spare"
             folder.mkdir()
             killed = thread.submit(kill_while_held, folder / "run", recipe.with_name("hold"), has_spares)
-            keys = (*FOUR_RANKS, f"run.steps={3 + arguments.steps}", f"cluster.spare_ranks={has_spares}".lower())
+            keys = (*FOUR_RANKS, f"run.steps={3 + arguments.steps}", f"cluster.spare_processes={has_spares}".lower())
             lines, conditions = train(folder, recipe, *keys)
             step, killed_at, memory = killed.result()
             spans = [json.loads(line) for line in (folder / "run/logs/attempt_1/trace.jsonl").read_text().splitlines()]

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 
 from megarl.cluster.groups.group import ProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
-from megarl.cluster.groups.spares import Spares
+from megarl.cluster.groups.spares import SpareProcesses
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch
@@ -66,12 +66,15 @@ class RankActor(ProcessActor):
         return self._batches.fetch(argument) if isinstance(argument, RankBatch) else argument
 
     def prepare(self) -> None:
-        """Make this process a spare: import the worker's class and all that it needs. Raise RunFailure if this uses
+        """Make this process a spare: import the worker's class and its dependencies. Raise RunFailure if this uses
         memory of the device, which the current rank needs."""
         with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
             thread.submit(self._import).result()
         if device.has_context():
-            raise RunFailure(f"{self._process.name}: an import has initialized CUDA, which takes device memory")
+            raise RunFailure(
+                f"{self._process.name}: an import initialized CUDA, which takes device memory. Fix: set "
+                "cluster.spare_processes=false, or remove the import"
+            )
         print("ready to become a rank", flush=True)
 
     def _import(self) -> Callable[[Config, Path, int, Store, int], ModelWorker]:
@@ -158,7 +161,7 @@ class RankGroup(WorkerGroup):
         self._arguments = config, role, model_folder
         super().__init__(session, role.replace("_", " "), {})
         self.num_launches = 0
-        self._spares = Spares(processes, self._create, session.logs)
+        self._spares = SpareProcesses(processes, self._create, session.logs)
         self.launch()
         self._process_ids: Mapping[Process, ProcessId] = {}
         self._data_parallel_ranks: list[int] = []
@@ -183,14 +186,14 @@ class RankGroup(WorkerGroup):
         return [process.node.number for process in self._processes]
 
     def launch(self) -> None:
-        """Start the ranks' processes, or make spare processes the ranks."""
+        """Start the ranks, in spare processes where these are ready."""
         self.num_launches += 1
         spares = self._spares.take()
         for process in self._processes:
             self._actors[process.name] = spares.get(process.name) or self._create(process)
         self._session.watch(self._actors, self._are_replaceable)
 
-    def refill_spares(self) -> None:
+    def refill_spare_processes(self) -> None:
         """Start a spare process for each rank that has none, without waiting for it."""
         self._spares.refill()
 

@@ -34,7 +34,7 @@ class _Spare:
     is_ready: bool = False
 
 
-class Spares:
+class SpareProcesses:
     """A model's spare processes, at most one for each rank, on the rank's node. The run does not depend on them: one
     that has died is started again, and a rank without a spare starts in a new process."""
 
@@ -56,8 +56,8 @@ class Spares:
                 spare.call = spare.actor.__ray_ready__.remote()  # fails if the process has died
 
     def take(self) -> Mapping[str, ActorHandle]:
-        """Make the spares that are ready ranks, and return their actors by the rank's name. The others are killed,
-        because a process that still imports at low priority may take longer than a new one."""
+        """Promote ready spares to ranks, and return their actors by rank name. Kill the others: a process that is still
+        importing at low priority may take longer than a new one."""
         self._update()
         spares, self._spares = self._spares, {}
         calls = {
@@ -81,6 +81,7 @@ class Spares:
             if error is None:
                 self._spares[name].is_ready = True
             else:
-                print(f"recovery: the spare process of {name} failed. See {self._logs}/spare-{name}.log", flush=True)
+                log = self._logs / f"spare-{name}.log"
+                print(f"recovery: the spare process of {name} failed, and the run continues. See {log}", flush=True)
                 self._num_failed[name] += 1
                 ray.kill(self._spares.pop(name).actor)

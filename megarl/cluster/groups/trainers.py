@@ -52,7 +52,7 @@ PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 """The parts of a model's state that a key `offload` may name."""
 
 
-class TrainerProcess(RankActor):
+class TrainerRank(RankActor):
     """One rank that trains a model. Its worker is a TrainerWorker."""
 
     def copy_room(self) -> tuple[int, int]:
@@ -116,12 +116,12 @@ class TrainerProcess(RankActor):
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
-class TrainerActor(TrainerProcess):
-    """The actor of a TrainerProcess."""
+class TrainerActor(TrainerRank):
+    """A TrainerRank as a Ray actor."""
 
 
 def _unless_full(copy: Callable[[], None]) -> str:
-    """Make a copy. Return "" or, if shared memory is full, a description: the run continues."""
+    """Run `copy`. Return "", or the reason if shared memory cannot hold the copy, without which the run continues."""
     try:
         copy()
     except (InfrastructureFailure, OSError) as failure:

@@ -63,7 +63,7 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: 
         if rendezvous.invitation() is None:
             print("the run has ended", flush=True)
             return
-        # The run's next attempt has started. It must not restore copies of this one.
+        # The run's next attempt has started. It must not restore the previous attempt's copies.
         processes.end_descendants()
         remove_memory_folder(scratch)
 

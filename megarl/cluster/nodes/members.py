@@ -34,7 +34,7 @@ class Members:
         return self._ray_ids[number]
 
     def name(self, number: int) -> str:
-        """Return the name of a node without the driver."""
+        """Return the name of a node other than the driver's."""
         return self._others[number - 1].name
 
     def lost(self, patience_s: float = 0.0) -> list[int]:
@@ -50,7 +50,7 @@ class Members:
             time.sleep(POLL_S)
         return []
 
-    def spares(self) -> list[Report]:
+    def spare_nodes(self) -> list[Report]:
         """Return the reports of the spare nodes, in the order of their names. Print a line for each new one."""
         if self._rendezvous is None:
             return []
@@ -63,8 +63,8 @@ class Members:
         return reports
 
     def replace(self, lost: Sequence[int]) -> None:
-        """Replace lost nodes by spare nodes. There must be enough of them."""
+        """Replace lost nodes with spare nodes. There must be enough of them."""
         addresses = alive_nodes()
-        for number, spare in zip(lost, self.spares(), strict=False):
+        for number, spare in zip(lost, self.spare_nodes(), strict=False):
             print(f"recovery: node {spare.name} ({spare.address}) replaces node {self.name(number)}", flush=True)
             self._others[number - 1], self._ray_ids[number] = spare, addresses[spare.address]

@@ -68,7 +68,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     processes.adopt_orphans()
     signal_with_parent(signal.SIGINT)  # interrupt this process if the parent exits for any reason
     interrupts.listen({signal.SIGINT, *signals})
-    # A suspended parent would never exit, and calls to suspended processes of Ray have no deadline.
+    # A suspended parent would never exit, and calls to suspended Ray processes have no deadline.
     Resumer(lambda: [*{parent} & {os.getppid()}, *named(processes.descendants(), FATAL)]).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:

@@ -47,7 +47,7 @@ class Resumer:
 
 
 def named(pids: Iterable[int], names: Collection[str]) -> list[int]:
-    """Return the processes with these names."""
+    """Return the ids of the processes with these names."""
     found = []
     for pid in pids:
         with suppress(psutil.Error):  # the process has exited or is not readable

@@ -39,7 +39,7 @@ class NodeCopies:
 
     def deliver(self, step: int, keepers: Sequence[int]) -> None:
         """Send this rank's copy after `step` to its keeper, and store the copies that it receives as a keeper.
-        Collective over all ranks. `keepers` has the keeper of each rank, or is empty if no copies are kept."""
+        Collective over all ranks. `keepers` lists each rank's keeper, and is empty if no copies are kept."""
         self._exchange(step, deliveries(keepers))
 
     def fetch(self, step: int, keepers: Sequence[int]) -> None:

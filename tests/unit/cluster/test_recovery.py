@@ -87,7 +87,7 @@ class Models:
         self.obstacle: RunFailure | None = None
         session = SimpleNamespace(
             trace=SimpleNamespace(record=lambda name, *_: self.spans.append(name)),
-            members=SimpleNamespace(spares=lambda: self.spares),
+            members=SimpleNamespace(spare_nodes=lambda: self.spares),
             replace_lost_nodes=self._replace_nodes,
         )
         self.recovery = Recovery(session, by_role, sharing, checkpoint)
@@ -162,7 +162,7 @@ def test_failed_copy_leaves_the_earlier_one_in_use() -> None:
     assert "actor restore 4" in models.log and "actor restore 5" not in models.log
 
 
-def test_full_memory_only_disables_replacement_for_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_memory_disables_replacement_temporarily(capsys: pytest.CaptureFixture[str]) -> None:
     group = actor()
     models = Models(group)
     models.trained.copy_state(4)
@@ -257,7 +257,7 @@ def test_room_is_counted_on_each_node() -> None:
     assert models.log == ["actor copy 1"]
 
 
-def test_partners_keep_copies_while_there_is_a_spare_node() -> None:
+def test_keepers_hold_copies_while_there_is_a_spare_node() -> None:
     models = Models(actor(nodes=(0, 0, 1, 1)))
     models.trained.copy_state(1)
     models.spares = ["n4"]
@@ -285,7 +285,8 @@ def test_full_keeper_only_disables_the_replacement_of_nodes(capsys: pytest.Captu
         models.trained.copy_state(step)
     assert models.log == ["actor copy 1", "actor deliver 1, kept by [1, 0]", "actor copy 2"]
     [line] = capsys.readouterr().out.splitlines()
-    assert line == "recovery: the loss of a node ends the attempt. /dev/shm: no room for 1.00 GiB."
+    consequence = "recovery: no copies on other nodes, so the loss of a node ends the attempt. "
+    assert line == f"{consequence}/dev/shm: no room for 1.00 GiB."
     assert models.run(loss(), None) == 2
     assert models.log[-1] == "actor restore 2"
 
@@ -299,7 +300,7 @@ def test_node_that_cannot_be_replaced_ends_the_run() -> None:
     assert "actor launch" not in models.log
 
 
-def test_partners_keep_no_copies_without_room(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keepers_hold_no_copies_without_room(capsys: pytest.CaptureFixture[str]) -> None:
     """Node 0 has room for its two ranks' copies, but not for those of the other node's rank, which it would keep."""
     models = Models(actor(nodes=(0, 0, 1), room=(GIB, 5 * GIB)))
     models.spares = ["n4"]
@@ -307,7 +308,7 @@ def test_partners_keep_no_copies_without_room(capsys: pytest.CaptureFixture[str]
         models.trained.copy_state(step)
     assert models.log == ["actor copy 1", "actor copy 2"]
     [line] = capsys.readouterr().out.splitlines()
-    assert "need 3.00 GiB of shared memory on node 0, more than half of its free 5.00 GiB. Therefore, the loss " in line
+    assert "need 3.00 GiB of shared memory on node 0, more than half of its free 5.00 GiB, so the loss " in line
     assert "of a node ends the attempt" in line
     assert models.run(loss(), None) == 2
     assert models.log[-1] == "actor restore 2"

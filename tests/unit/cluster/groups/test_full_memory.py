@@ -11,7 +11,7 @@ import pytest
 from megarl.cluster.groups import trainers
 from megarl.core.errors import InfrastructureFailure
 
-Actor = trainers.TrainerProcess
+Actor = trainers.TrainerRank
 
 
 def copied(error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:

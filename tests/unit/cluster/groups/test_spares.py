@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.cluster.groups import spares
-from megarl.cluster.groups.spares import MAX_FAILURES, PROMOTE_S, Spares
+from megarl.cluster.groups.spares import MAX_FAILURES, PROMOTE_S, SpareProcesses
 from megarl.cluster.placement import Process
 
 RANKS = [Process("trainer", 0, threads=1), Process("trainer", 1, threads=2)]
@@ -65,7 +65,7 @@ class Case:
 
     def __init__(self) -> None:
         self.actors: list[Actor] = []
-        self.spares = Spares(RANKS, self._create, Path("logs"))
+        self.spares = SpareProcesses(RANKS, self._create, Path("logs"))
 
     def _create(self, process: Process) -> Actor:
         self.actors.append(Actor(process))
@@ -141,7 +141,10 @@ def test_dead_spare_is_replaced(case: Case, capsys: pytest.CaptureFixture[str]) 
     case.refill()
     first.is_dead = True
     [third] = case.refill()
-    assert "the spare process of trainer-0 failed. See logs/spare-trainer-0.log" in capsys.readouterr().out
+    assert (
+        "the spare process of trainer-0 failed, and the run continues. See logs/spare-trainer-0.log"
+        in capsys.readouterr().out
+    )
     assert case.spares.take() == {"trainer-0": third, "trainer-1": second}
 
 

@@ -57,27 +57,27 @@ def test_node_that_rejoins_under_its_address_is_lost(members: Members, alive: di
     """Its processes are gone. It is a spare node now."""
     alive["10.0.0.3"] = "another id"
     assert members.lost() == [2]
-    assert members.spares() == [report(3)]
+    assert members.spare_nodes() == [report(3)]
 
 
 def test_single_node_is_never_lost(alive: dict[str, str]) -> None:
     alive.clear()
     alone = Members("id 1")
-    assert alone.lost(patience_s=60.0) == [] and alone.spares() == [] and len(alone) == 1
+    assert alone.lost(patience_s=60.0) == [] and alone.spare_nodes() == [] and len(alone) == 1
 
 
 def test_spares_are_live_nodes_without_a_number(
     members: Members, alive: dict[str, str], rendezvous: NodeRendezvous, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert members.spares() == []
+    assert members.spare_nodes() == []
     join(10, alive, rendezvous)
     spare = join(4, alive, rendezvous)
     join(5, alive, rendezvous, problem="packages differ")
     join(6, alive, rendezvous, invitation="of an earlier attempt")
     rendezvous.report(report(7))  # has not joined Ray yet
-    assert members.spares() == [spare, report(10)]
+    assert members.spare_nodes() == [spare, report(10)]
     del alive[spare.address]
-    assert members.spares() == [report(10)]
+    assert members.spare_nodes() == [report(10)]
     assert capsys.readouterr().out.splitlines() == [
         "node n4: joined from 10.0.0.4 as a spare node",
         "node n10: joined from 10.0.0.10 as a spare node",
@@ -94,7 +94,7 @@ def test_spare_takes_over_the_number_of_a_lost_node(
     assert "\nrecovery: node n4 (10.0.0.4) replaces node n2\n" in capsys.readouterr().out
     assert [members.ray_id(number) for number in range(3)] == ["id 1", "id 4", "id 3"]
     assert (members.name(1), members.name(2), len(members)) == ("n4", "n3", 3)
-    assert members.lost() == [] and members.spares() == [report(5)]
+    assert members.lost() == [] and members.spare_nodes() == [report(5)]
     del alive["10.0.0.4"]
     assert members.lost() == [1]
 
