@@ -236,7 +236,7 @@ def test_ranks_are_not_replaced_without_room_for_copies(capsys: pytest.CaptureFi
     models.trained.copy_state(2)
     assert models.log == []
     [line] = capsys.readouterr().out.splitlines()
-    assert "need 2.00 GiB of shared memory on node 0, more than half of its free 3.50 GiB" in line
+    assert "need 2.00 GiB of shared memory on node number 0, more than half of its free 3.50 GiB" in line
     with pytest.raises(LostRanks):
         models.run(loss(), None)
     assert models.log == []
@@ -308,7 +308,7 @@ def test_keepers_hold_no_copies_without_room(capsys: pytest.CaptureFixture[str])
         models.trained.copy_state(step)
     assert models.log == ["actor copy 1", "actor copy 2"]
     [line] = capsys.readouterr().out.splitlines()
-    assert "need 3.00 GiB of shared memory on node 0, more than half of its free 5.00 GiB, so the loss " in line
+    assert "need 3.00 GiB of shared memory on node number 0, more than half of its free 5.00 GiB, so the loss " in line
     assert "of a node ends the attempt" in line
     assert models.run(loss(), None) == 2
     assert models.log[-1] == "actor restore 2"

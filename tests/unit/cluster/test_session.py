@@ -97,7 +97,7 @@ class FakeMembers:
     def ray_id(self, number: int) -> str:
         return f"{number + 1:056x}"
 
-    def spares(self) -> list[str]:
+    def spare_nodes(self) -> list[str]:
         return self.spare
 
     def replace(self, lost: Sequence[int]) -> None:
@@ -328,7 +328,7 @@ def test_node_with_other_processes_is_not_replaced(nodes: Session) -> None:
     failure = lose_a_node(nodes)
     assert not isinstance(failure, LostRanks)
     assert "of trained models, but engine-0 also ran there. Fix: " in str(failure)
-    with pytest.raises(RunFailure, match="engine-0 ran there"):
+    with pytest.raises(RunFailure, match="engine-0 also ran there"):
         nodes.replace_lost_nodes()
 
 

@@ -141,10 +141,8 @@ def test_dead_spare_is_replaced(case: Case, capsys: pytest.CaptureFixture[str]) 
     case.refill()
     first.is_dead = True
     [third] = case.refill()
-    assert (
-        "the spare process of trainer-0 failed, and the run continues. See logs/spare-trainer-0.log"
-        in capsys.readouterr().out
-    )
+    log = "logs/spare-trainer-0.log"
+    assert f"process of trainer-0 failed, and the run continues. See {log}" in capsys.readouterr().out
     assert case.spares.take() == {"trainer-0": third, "trainer-1": second}
 
 
