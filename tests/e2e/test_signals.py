@@ -44,7 +44,7 @@ def test_pending_checkpoint_is_finished_while_a_rank_is_busy(tmp_path: Path) -> 
         run.find("ray::TrainerActor").suspend()
         os.killpg(run.pid, signal.SIGINT)
 
-    with Run(recipe, tmp_path, "checkpoint.every_steps=1", megatron=False) as run:
+    with Run(recipe, tmp_path, "checkpoint.every_steps=1") as run:
         run.wait_for_step(2)
         hold_after_a_copy(run, hold)
         check_end(run, interrupt_while_a_rank_is_busy, 130, INTERRUPTED)
