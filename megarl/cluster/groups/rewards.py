@@ -213,8 +213,9 @@ class RewardWorker:
                 continue
             results = file.load_results()
             for sample in filter(is_judged, samples):
-                if results.get(sample.rollout_id, {}).keys() == set(self._functions_for(sample)):
-                    task = asyncio.create_task(_answer(dict(results[sample.rollout_id])))
+                recorded = results.get(sample.rollout_id)
+                if recorded is not None and recorded.keys() == set(self._functions_for(sample)):
+                    task = asyncio.create_task(_recorded(dict(recorded)))
                     self._begun[sample.rollout_id] = sample, task
             groups.append([put_sample(sample) for sample in samples])
         return groups
@@ -260,7 +261,7 @@ class RewardWorker:
         return self._model_score.reward(sample, scores.tolist(), reading)
 
 
-async def _answer(results: dict[str, Result]) -> dict[str, Result]:
+async def _recorded(results: dict[str, Result]) -> dict[str, Result]:
     return results
 
 

@@ -141,6 +141,15 @@ def test_damaged_finished_group_is_skipped(worker, tmp_path, monkeypatch, capsys
     assert str(damaged.path) in warning and str(intact.path) not in warning
 
 
+def test_group_is_restored_if_no_function_scores_single_samples(worker, tmp_path, monkeypatch):
+    """Batch functions score it again."""
+    monkeypatch.setattr(rewards, "put_sample", lambda sample: sample)
+    monkeypatch.setattr(worker, "_functions_for", lambda sample: [])
+    write_group(tmp_path, [replace(sample("33.0.0", "x"), prompt=sample("3", "").prompt)])
+    [group] = asyncio.run(worker.load_finished(GroupFile.all_in(tmp_path)))
+    assert group[0].id == "33.0.0" and "33.0.0" not in worker._begun
+
+
 def test_late_samples_are_not_scored_again(worker, calls, tmp_path):
     """The message of an engine may arrive after the driver has requested the scores, or has dropped the rollout."""
     samples = [sample("20.0", "one"), sample("20.1", "another")]
