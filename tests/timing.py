@@ -51,6 +51,12 @@ RUN_S = 540
 LEARNING_S = 2400
 """Limit for a learning run."""
 
+SOAK_WAIT_S = 900
+"""Limit for the steps between two faults of the soak, including all restarts."""
+
+SOAK_TIMEOUT_S = 45
+"""Timeouts of the soak's run. A slow machine may exceed them, which only leads to another recovery."""
+
 NODE_DOWN_S = 60
 """SlurmdTimeout of the tests' Slurm: when it marks a silent node as down. Slurm's default is 300."""
 

@@ -28,7 +28,7 @@ from megarl.run.time_records import read_times
 from tests.cluster.jobs import Launched
 from tests.cluster.machines import Machine
 from tests.cluster.slurm import Slurm
-from tests.timing import NODE_DOWN_S, RUN_S, wait_until
+from tests.timing import NODE_DOWN_S, RUN_S, SOAK_TIMEOUT_S, SOAK_WAIT_S, wait_until
 
 SPACING = 5
 """Steps between two faults, on average."""
@@ -40,12 +40,6 @@ HEALS_S = 10
 """Duration of temporary faults, in seconds."""
 
 POLL_S = 0.5
-
-WAITS_S = 900
-"""Limit for the steps between two faults, including all restarts."""
-
-TIMEOUT_S = 45
-"""Timeouts of the run. A slow machine may exceed them, which only leads to another recovery."""
 
 DRIVER, SUPERVISOR = "driver", "supervisor"
 PATTERNS = {
@@ -192,7 +186,7 @@ class Soak:
         begin = time.monotonic()
         while self.run.steps < number:
             passed = time.monotonic() - begin
-            assert passed < WAITS_S, (self.run.job, self.run.log[-20000:])
+            assert passed < SOAK_WAIT_S, (self.run.job, self.run.log[-20000:])
             assert self.run.job["JobState"] not in ("FAILED", "CANCELLED", "COMPLETED"), self.run.log[-20000:]
             if passed > 1.5 * NODE_DOWN_S:
                 for machine in self._lost:
@@ -344,7 +338,7 @@ def _options() -> list[str]:
 
 
 def _keys(shared: Path, steps: int) -> list[str]:
-    timeouts = dict.fromkeys(("rollout", "rewards", "passes", "update", "refit", "checkpoint"), TIMEOUT_S)
+    timeouts = dict.fromkeys(("rollout", "rewards", "passes", "update", "refit", "checkpoint"), SOAK_TIMEOUT_S)
     return [
         f"run.steps={steps}",
         "cluster.placement=disaggregated",
