@@ -44,7 +44,7 @@ def attempt(write):
         assert is_freed and pauses == [1, 2, 4], pauses
     except InfrastructureFailure as failure:
         assert not is_freed and sum(pauses) == files.DISK_S, (pauses, failure)
-        assert "the disk was full or over quota for 300 s. Fix: free disk space, then resume with resume=auto" in str(failure)
+        assert "full or over quota for 300 s. Fix: free disk space, then resume with resume=auto" in str(failure)
         after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path != filler}
         assert after == before, "something is half-written"
 """
