@@ -139,7 +139,7 @@ def replace_ranks(run: Run, hold: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_twenty_kills_do_not_change_a_run(recipe: Path, tmp_path: Path) -> None:
-    keys = (*KEYS, "actor.layout={pp: 2, dp: 2}", "rollout.replicas=2", "run.steps=42")
+    keys = (*KEYS, "actor.layout={pp: 2, dp: 2}", "rollout.replicas=2", "run.steps=64")  # a busy test may kill late
     (tmp_path / "expected").mkdir()
     with Run(recipe, tmp_path / "expected", *keys) as run:
         expected = finish(run)
