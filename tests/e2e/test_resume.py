@@ -204,8 +204,8 @@ def test_resumed_metrics_are_equal(uninterrupted: Path, resumed: Path) -> None:
 
 @pytest.mark.parametrize("has_checkpoint", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_rollouts_of_undone_steps_are_used(recipe, uninterrupted, tmp_path, has_checkpoint: bool) -> None:
-    """The run trains again, but samples and scores no finished group again. It is killed in its third step, or in the
-    third step after its first checkpoint."""
+    """A run that is killed in its third step, or in the third step after its first checkpoint, repeats the training but
+    neither samples nor scores finished groups again."""
     step, every_steps = (5, "checkpoint.every_steps=3") if has_checkpoint else (2, "checkpoint.every_steps=100")
     resumed = 3 if has_checkpoint else 0
     with recipe.run(tmp_path, step, every_steps) as run:

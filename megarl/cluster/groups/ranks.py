@@ -66,8 +66,8 @@ class RankActor(ProcessActor):
         return self._batches.fetch(argument) if isinstance(argument, RankBatch) else argument
 
     def prepare(self) -> None:
-        """Make this process a spare: import the worker's class and its dependencies. Raise RunFailure if this uses
-        memory of the device, which the current rank needs."""
+        """Prepare this process to replace a rank: import the worker's class and its dependencies. Raise RunFailure if
+        that uses device memory, which the current rank needs."""
         with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
             thread.submit(self._import).result()
         if device.has_context():

@@ -17,7 +17,7 @@ PROMOTE_S = 5.0
 """Timeout in seconds for a spare to become a rank. It takes milliseconds, unless the process is suspended."""
 
 MAX_FAILURES = 3
-"""Number of a rank's spares that may fail. After that, the rank has no spare."""
+"""Number of spare processes that may fail for a rank. After that, no further one is started."""
 
 
 @dataclass(slots=True)

@@ -53,7 +53,7 @@ def test_ranks_of_a_lost_node_fetch_from_their_keepers(nodes: list[int]) -> None
 
 
 def test_fetches_of_a_node_come_from_different_ranks() -> None:
-    """Each source sends as much as the others."""
+    """All sources send the same number of copies."""
     sources = [transfer.source for transfer in fetches(held_on([0, 0, 1, 1], 0))]
     assert sorted(sources) == [2, 3]
 
