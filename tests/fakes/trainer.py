@@ -138,7 +138,7 @@ class FakeTrainer:
 
     def restore_state(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
         files = {rank: self._copy(rank, step, folder) for rank in range(dist.get_world_size())}
-        held = self._gathered({rank: torch.load(file, weights_only=True) for rank, file in files.items() if file.exists()})
+        held = self._gathered({rank: _loaded(file) for rank, file in files.items() if file.exists()})
         self._set_weights(next(states[self._rank] for states in held if self._rank in states))
 
     def _gathered(self, value: Any) -> list[Any]:
@@ -153,7 +153,7 @@ class FakeTrainer:
         checkpoint.verify(record for record in checkpoint.files if record.path.startswith(f"{self._role}/"))
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self._set_weights(torch.load(self._file(checkpoint.path), weights_only=True))
+        self._set_weights(_loaded(self._file(checkpoint.path)))
 
     def save_checkpoint(self, checkpoint: Path) -> None:
         file = self._file(checkpoint)
@@ -177,6 +177,10 @@ class FakeTrainer:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def _loaded(file: Path) -> dict[str, torch.Tensor]:
+    return torch.load(file, weights_only=True)
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
