@@ -18,7 +18,7 @@ from ray._private import ray_constants
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.failure import LostRanks, cause, is_loss, rank, write_stacks
+from megarl.cluster.failure import LostRanks, cause, is_cause, is_loss, rank, write_stacks
 from megarl.cluster.network import LOOPBACK, interface_of, own_address, own_name, socket_environment
 from megarl.cluster.nodes.gathering import gather
 from megarl.cluster.nodes.members import NODE_LOSS_S, Members
@@ -41,6 +41,10 @@ from megarl.models.huggingface import Experts
 
 SETTLE_S = 3.0
 """Seconds after the first failure in which other calls may also fail. The cause is among these failures."""
+
+CAUSE_S = 30.0
+"""Maximum time in seconds to wait for the cause of an error that is only a consequence, such as a closed connection. A
+lost engine first ends its other ranks, and Ray then notices its exit."""
 
 CHECK_S = 5.0
 """Interval in seconds at which idle processes are pinged during a wait."""
@@ -248,6 +252,7 @@ class Session:
         """Raise the most informative error, if anything has failed."""
         if any(pending.errors and not pending.lost for pending in self._pending):
             self._settle(wanted)
+            self._await_cause(wanted)
         if not (failed := self._failed()):
             return
         all_errors = [error for pending in self._pending for error in pending.errors.values()]
@@ -329,6 +334,18 @@ class Session:
             # When a raylet exits, its actors exit first.
             time.sleep(1.0)
             self._watchdog.check()
+
+    def _await_cause(self, wanted: Pending) -> None:
+        """If all errors are consequences, wait until a cause is known or the other calls of the failed Pendings have
+        finished, for at most CAUSE_S seconds."""
+        deadline = time.monotonic() + CAUSE_S
+        while time.monotonic() < deadline:
+            failing = [pending for pending in self._pending if pending.errors]
+            refs = [ref for pending in failing for ref in pending.unfinished]
+            if not refs or any(is_cause(error) for pending in failing for error in pending.errors.values()):
+                return
+            if not self._ended(PING_S):
+                wanted.errors |= self._lost({*self._watched, *self._replaceable}.difference(self._working()))
 
     def _overdue(self, pending: Pending) -> str:
         """Return a message with the overdue processes, the files with their stacks, and the key of the deadline."""

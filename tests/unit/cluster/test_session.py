@@ -17,7 +17,7 @@ from megarl.cluster.failure import LostRanks
 from megarl.cluster.object_store import object_store_mib
 from megarl.cluster.pending import Answers, Pending, first, join
 from megarl.cluster.placement import Node, Process
-from megarl.cluster.session import SETTLE_S, Session
+from megarl.cluster.session import CAUSE_S, SETTLE_S, Session
 from megarl.config.cluster_schema import Timeouts
 from megarl.config.load import load
 from megarl.core.errors import RunFailure, UserError
@@ -243,6 +243,21 @@ def test_loss_of_an_idle_rank_explains_peer_errors(replaceable: Session) -> None
     replaceable._replaceable["trainer-1"].until = 1
     with pytest.raises(LostRanks, match=r"^update: trainer-1 died."):
         results(replaceable, {"trainer-0": Call(2, RESET)}, "update")
+
+
+def test_late_loss_explains_peer_errors(session: Session, ray: FakeRay) -> None:
+    """An engine that has lost a rank on another node takes a while to exit."""
+    calls = {"trainer-0": Call(2, RESET), "trainer-1": Call(3, RESET), "engine-0": Call(20, ActorDiedError())}
+    with pytest.raises(RunFailure, match=r"^refit: engine-0 died. See /logs/engine-0.log$"):
+        results(session, calls, "refit")
+    assert 20 <= ray.now < 23
+
+
+def test_error_without_a_cause_ends_the_wait(session: Session, ray: FakeRay) -> None:
+    calls = {"trainer-0": Call(2, RESET), "trainer-1": Call(NEVER)}
+    with pytest.raises(RunFailure, match=r"^update: trainer-0: RuntimeError: Connection closed by peer"):
+        results(session, calls, "update")
+    assert CAUSE_S <= ray.now < 2 + SETTLE_S + CAUSE_S + 3
 
 
 def test_idle_rank_may_be_lost_during_other_waits(replaceable: Session) -> None:
