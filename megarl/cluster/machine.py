@@ -42,7 +42,8 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
     trained = models.trained(config)
     reward, draft = (None if path is None else read_config(path) for path in (models.reward_model, models.draft))
     num_gpus, spans = device.num_gpus(), device_spans(config)
-    # Nodes have equal loads except where a model begins or ends. gpus_suffice reports missing GPUs.
+    # Check this node's GPUs and those where a model begins or ends, because all other nodes have the same load as this
+    # one. gpus_suffice reports missing GPUs.
     ends = {end for span in spans.values() for end in (span.start, span.stop - 1)}
     for gpu in sorted(ends.union(range(num_gpus)).intersection(spans[ENGINE])):
         policy = policy_hf_config(config, models.hf_config)

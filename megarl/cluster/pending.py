@@ -46,7 +46,7 @@ class Pending(Generic[T]):
         self.unfinished = {ref: name for name, ref in calls.items()}
         self.errors: dict[str, Exception] = {}
         self._answers: dict[str, Any] = {}
-        """Return values of finished calls, cached because every read from Ray takes as long as the first one."""
+        """Return values of finished calls, cached because each read from Ray takes equally long."""
         self.session, self._calls = session, tuple(calls)
         self._steps: list[Callable[[Any], Any]] = []
         """Functions that convert the return values into the result, applied in order."""

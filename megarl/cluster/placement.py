@@ -134,7 +134,7 @@ def place(
         is_engine = isinstance(settings, RewardModel) and settings.engine == "vllm"
         if is_engine:
             return processes(role, settings.layout.tp, settings.threads)
-        # A GPU rank's host operations are so short that synchronizing several threads slows them down.
+        # Host operations of a GPU rank are so short that synchronizing several threads would slow them down.
         updates_on_host = settings.megatron_overrides.optimizer.get("optimizer_cpu_offload", False)
         return processes(role, 1, settings.threads or (1 if on_gpus and not updates_on_host else None))
 

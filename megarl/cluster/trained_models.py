@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.megatron.offload import Part
 
 UNREAD: tuple[Part, ...] = ("gradients", "optimizer")
-"""The parts that a refit does not read."""
+"""The parts of a model's state that a refit does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class TrainedModels:
                     running[other].result()
             self.offload_others(role)
             group = self.groups[role]
-            # A rank runs one call at a time, so the task starts after onload.
+            # A rank runs its calls in order, so the task starts after onload.
             onload = [group.onload(parts)] if group.offloads.intersection(parts) else []
             running[role] = join([*onload, task()]).then(lambda results: results[-1])
         return {role: pending.result() for role, pending in running.items()}

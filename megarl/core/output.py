@@ -38,9 +38,9 @@ class _Tolerant:
 
     def _give_up(self, error: OSError) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return  # later lines may fit
+            return  # keep the stream: later lines may fit
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())  # also for child processes and for the flush when this process exits
+        os.dup2(null, self._stream.fileno())  # redirects child processes and the flush at exit
         os.close(null)
 
     def __getattr__(self, name: str) -> Any:

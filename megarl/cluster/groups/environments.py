@@ -99,7 +99,7 @@ class EnvironmentActor(AsyncProcessActor):
         on_finished: Callable[[list[Sample]], list[SampleRef]],
         max_concurrent: int,
     ) -> list[list[SampleRef]] | Aborted | None:
-        # RemoteTurns are reused across calls, because an agent that exits may leave turns unfinished.
+        # Reuse RemoteTurns across calls: an agent that has exited may have left unfinished turns in them.
         turns = self._turns.setdefault(engine, RemoteTurns(partial(engine.exchange.remote, self._process.name)))
         slots, names = asyncio.Semaphore(max(1, max_concurrent)), [request.sample_id for request in requests]
 

@@ -17,7 +17,7 @@ PROMOTE_S = 5.0
 """Timeout in seconds for a spare to become a rank. It takes milliseconds, unless the process is suspended."""
 
 MAX_FAILURES = 3
-"""Number of spare processes that may fail for a rank. After that, no further one is started."""
+"""Number of failed spare processes of a rank after which no further one is started."""
 
 
 @dataclass(slots=True)

@@ -351,7 +351,7 @@ class TrainerGroup(RankGroup):
         ranks and updates. `begins_step`: whether these are the first epochs in the step, which lasts until
         `end_step`."""
         noted: list[Pending] = []
-        if begins_step and self._notes_advantages:  # advantages are whitened with moments over all updates
+        if begins_step and self._notes_advantages:  # whitening needs the moments of the advantages of all updates
             noted = [self._note_advantages.on_each(self._by_rank(batches)) for batches in epochs[0]]
         trained: list[Pending[dict[str, Metric]]] = []
         ended: list[Pending] = []

@@ -164,7 +164,7 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
     if gpu not in span:
         return {}
     memory, extra = _memory(config, settings, hf_config, gpu - span.start), settings.megatron_overrides
-    if settings.frozen or extra.optimizer or extra.ddp:  # each of these can shrink the other states
+    if settings.frozen or extra.optimizer or extra.ddp:  # each can shrink gradients and optimizer state
         return {"parameters": memory.weights}
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
 

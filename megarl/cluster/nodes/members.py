@@ -12,7 +12,7 @@ NODE_LOSS_S = 30.0
 """Seconds that Ray's health checks need to detect a lost node. See session.HEALTH_CHECKS."""
 
 SHUTDOWN_S = 3.0
-"""Seconds after the loss of a process within which Ray also exits if its node shuts down."""
+"""If a node shuts down, Ray exits within this many seconds after the first of the node's processes is lost."""
 
 
 class Members:
@@ -43,7 +43,7 @@ class Members:
         begin = time.monotonic()
         while self._others:
             alive, waited_s = {*alive_nodes().values()}, time.monotonic() - begin
-            # The driver ends if its own node is lost; see Watchdog.
+            # Skip node 0, the driver's own: Watchdog ends the driver if that node is lost.
             lost = [number for number, ray_id in enumerate(self._ray_ids) if number and ray_id not in alive]
             if lost or waited_s > patience_s or (waited_s > SHUTDOWN_S and accept_connections(self._others)):
                 return lost

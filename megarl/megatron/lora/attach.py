@@ -128,7 +128,7 @@ def _adapter(
 
 def _cut(layer: torch.nn.Module) -> str | None:
     """Return how tensor parallelism shards a layer's weight, by "rows" or "columns"; None if it is replicated."""
-    names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be installed
+    names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine is optional
     if "ColumnParallel" in names:
         return "rows"
     return "columns" if "RowParallel" in names else None

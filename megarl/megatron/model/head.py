@@ -210,7 +210,7 @@ def replace_output_layer(
 
     def predict_second(hidden: torch.Tensor, item: MtpInput) -> torch.Tensor:
         assert block is not None
-        # The rotary embedding has the positions of the model's call.
+        # Use the rotary embedding with the positions of the decoder's forward pass.
         angles = None if model.config.multi_latent_attention else model.rotary_pos_emb(item.attention.max_seqlen_q)
         return block(hidden, angles, item)
 

@@ -45,7 +45,7 @@ class Modulation(ColumnParallelLinear):
 
     def __init__(self, config: TransformerConfig, conditioning: int, parts: int):
         whole = copy.copy(config)
-        whole.sequence_parallel = False  # the input is not split, so its gradient is summed over the ranks
+        whole.sequence_parallel = False  # every rank has the whole input, whose gradient is summed over the ranks
         size = parts * config.hidden_size
         super().__init__(conditioning, size, config=whole, init_method=config.init_method, bias=True)  # pyright: ignore[reportArgumentType]  # set
         self.num_parts = parts
