@@ -279,7 +279,7 @@ def _convert(key: str, name: str, source: Path, folder: Path) -> None:
         try:
             complete.rename(folder)
         except OSError:
-            # Another process has finished first. Its folder has the same name, so it contains the same model.
+            # If another process finished first, its folder has the same name and thus contains the same model.
             if not folder.exists():
                 raise
 

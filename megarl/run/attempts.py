@@ -15,7 +15,7 @@ from megarl.run.folder import LAUNCH
 ATTEMPTS = "attempts"
 
 ALLOCATED = "MEGARL_ALLOCATED"
-"""Name of the environment variable with the start of the Slurm allocation as a Unix timestamp."""
+"""Environment variable with the start of the Slurm allocation, as a Unix timestamp."""
 
 
 @dataclass(frozen=True, slots=True)

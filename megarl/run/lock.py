@@ -21,7 +21,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error codes from file systems that are mounted without lock support, which is common for Lustre."""
 
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags that reject links. Another user may create a link in a shared folder, and its target would be overwritten."""
+"""Flags that reject links. In a shared folder, another user could create a link whose target would be overwritten."""
 
 
 HOLDER_CHARACTERS = 200

@@ -21,7 +21,7 @@ from megarl.run.time_causes import CAUSES
 FILE = "time.jsonl"
 
 _PART = re.compile("[a-z ]{0,20}")
-"""Matches the part of a cause, which is printed."""
+"""Matches the part in a cause such as startup/engines. Its characters are limited, because it is printed."""
 
 FAILED, ENDED = "failed", "ended"
 """Outcomes of an attempt. An attempt without an outcome was killed."""

@@ -110,7 +110,7 @@ class TorchDistFolder:
         first = chunk.start + int(part.storage_offset()) * part.itemsize
         last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
         start = first - first % mmap.PAGESIZE
-        # Prefetch, so that the kernel reads large blocks instead of one page per fault.
+        # Prefetch the range in large blocks, instead of one page per fault.
         chunk.data.madvise(mmap.MADV_WILLNEED, start, first - start + last * part.itemsize)
         return part
 

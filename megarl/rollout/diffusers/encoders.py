@@ -17,7 +17,7 @@ from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape
 Caption = Conditioning[torch.Tensor]
 
 CACHE_BYTES = 2**30
-"""Maximum size of the cached embeddings in host memory."""
+"""Maximum total size in bytes of the embeddings cached in host memory."""
 
 
 class HostedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 ENDS_WITH_PARENT = "MEGARL_ENDS_WITH_PARENT"
-"""If set, a rank exits with its parent. Ranks of remote parts need this: their engine cannot stop them."""
+"""If set, a rank exits with its parent. An engine cannot stop its ranks on other nodes, so these ranks need it."""
 
 
 def environment(

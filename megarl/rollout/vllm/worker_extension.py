@@ -166,8 +166,8 @@ class RefitExtension:
             weights = self._checked(assembly, expected, checksums)
             loaded = model.load_weights(weights)  # pyright: ignore[reportCallIssue]  # vLLM declares a plain Module
         finally:
-            finalize_layerwise_reload(model, config)  # otherwise the next refit would continue an incomplete reload
-        # Parameters added by quantization are computed, not loaded.
+            finalize_layerwise_reload(model, config)  # also after errors: the next refit must not continue this reload
+        # With quantization, skip the check: the loader computes additional parameters instead of loading them.
         if config.quantization is None and (missing := sorted(names.difference(loaded))):
             raise RuntimeError(
                 f"vLLM's loader did not load {', '.join(missing)}. Fix: check with megarl doctor that this version of "

@@ -22,7 +22,7 @@ from megarl.run.audit.history import History
 from megarl.run.folder import ATTEMPT, RunFolder
 
 BUDGET_BYTES = 2**26
-"""Size of the rollout files that are compared by default."""
+"""Default for the total size in bytes of the rollout files to compare."""
 
 
 def chosen_files(files: Mapping[int, Path], budget: float) -> dict[int, Path]:
@@ -192,7 +192,7 @@ def check_evaluations(folder: RunFolder, history: History, budget: float) -> str
         if step > history.base or (step, name) in history.evaluations
     }
     for step, name in files.keys() - history.evaluations.keys():
-        if step < history.head:  # otherwise, the run was killed before it recorded the evaluation
+        if step < history.head:  # later files: the run was killed before it recorded them
             raise Broken(str(files[step, name]), "only evaluations of the ledger", "another evaluation")
     chosen = chosen_files({i: files[key] for i, key in enumerate(sorted(files.keys() & history.evaluations))}, budget)
     for i, path in chosen.items():
