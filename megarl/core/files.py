@@ -214,7 +214,7 @@ def read_record(path: Path, kind: type[Record]) -> Record:
     or a UserError if fields are missing, unknown or of the wrong type. Only the types of str, int and float
     fields are checked."""
     values, hints = read_object(path), get_type_hints(kind)
-    declared = fields(kind)  # pyright: ignore[reportArgumentType]  (a data class)
+    declared = fields(kind)  # pyright: ignore[reportArgumentType]  # a dataclass
     required = {field.name for field in declared if field.default is MISSING and field.default_factory is MISSING}
     for name in (values.keys() - hints.keys()) | (required - values.keys()):
         problem = "unknown key" if name in values else "missing key"

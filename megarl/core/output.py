@@ -11,7 +11,7 @@ from typing import Any, TextIO
 def escape_unencodable() -> None:
     """Escape characters that a terminal cannot encode, as in \\u2192, instead of raising UnicodeError."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]  a TextIOWrapper
+        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]  # it is a TextIOWrapper
 
 
 def tolerate_lost_readers() -> None:

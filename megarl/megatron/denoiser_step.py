@@ -61,7 +61,7 @@ def _schedule(
     compute: Callable[[DenoiserInput, torch.Tensor], tuple[torch.Tensor, Any]],
     forward_only: bool,
 ) -> AbstractContextManager[Callable[[], list[Any]]]:
-    model: Denoiser = chunks[0].module  # pyright: ignore[reportAssignmentType]  # ours
+    model: Denoiser = chunks[0].module  # pyright: ignore[reportAssignmentType]  # megarl's class
     return schedule(
         chunks,
         [partial(model.prepare, documents) for documents in microbatches],

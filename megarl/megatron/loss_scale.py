@@ -49,7 +49,7 @@ class LossScale:
         """Divide the accumulated gradients by the scale."""
         if self._scaler is not None:
             for chunk in self._chunks:
-                chunk.scale_gradients(self._scaler.inv_scale)  # pyright: ignore[reportArgumentType]  # takes a tensor
+                chunk.scale_gradients(self._scaler.inv_scale)  # pyright: ignore[reportArgumentType]  # accepts a tensor
 
     def update(self, has_overflown: bool) -> None:
         if self._scaler is not None:

@@ -95,7 +95,7 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
 def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """Return the optimizer parts that hold parameters. Under some layouts, a model with experts has a second part for
     the experts. Parts without parameters are omitted."""
-    parts = optimizer.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]  # a ChainedOptimizer
+    parts = optimizer.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]  # it is a ChainedOptimizer
     return [part for part in parts if part.optimizer is not None]
 
 

@@ -111,7 +111,7 @@ def _token_schedule(
 def _run_on_tokens(chunk: DistributedDataParallel, item: ModelInput) -> torch.Tensor:
     unwrapped = model_of(chunk)
     if unwrapped.post_process:
-        head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # ours
+        head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # megarl's class
         head.request = item.head  # pyright: ignore[reportArgumentType]  # Megatron declares submodules only
     with routed(unwrapped, item.routes):
         return chunk(

@@ -80,7 +80,7 @@ def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """Return the text of token ids exactly as the tokenizer decodes it."""
-    return tokenizer.decode(  # pyright: ignore[reportReturnType]  (only a batch of ids has a list of texts)
+    return tokenizer.decode(  # pyright: ignore[reportReturnType]  # a list only for a batch
         list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
 

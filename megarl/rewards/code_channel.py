@@ -251,10 +251,10 @@ class Writer:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return ["namedtuple", type(value).__name__, list(value._fields), self.references(value)]  # pyright: ignore
         if is_sent_by_name(value):
-            return ["builtin", value.__name__]  # pyright: ignore  (`value` is a class)
+            return ["builtin", value.__name__]  # pyright: ignore  # `value` is a class
         base = next((base for base in BASES if isinstance(value, base) and type(value) is not base), None)
         if base is not None:
-            plain = str.__str__(value) if base is str else base(value)  # pyright: ignore  (`value` is a `base`)
+            plain = str.__str__(value) if base is str else base(value)  # pyright: ignore  # `value` is an instance of `base`
             return ["same", self.reference(plain)]
         return self.peer.to_node(value)
 

@@ -115,7 +115,7 @@ def _adapter(
         is_cut = cut == ("columns" if name == A else "rows")
         if is_expert:
             assert process_group is not None, "experts are replicated"
-            reduced_with_dense = weight.allreduce  # pyright: ignore[reportAttributeAccessIssue]  # one of Megatron's marks
+            reduced_with_dense = weight.allreduce  # pyright: ignore[reportAttributeAccessIssue]  # a mark that Megatron sets
             _mark_expert_factor(factor, is_cut, process_group, reduced_with_dense)
         else:
             # Each rank sees only some of the tokens, so its gradient is partial.

@@ -192,7 +192,7 @@ def build_chunk(
         vp_stage=virtual,
     )
     if shape.mtp_layers and model.post_process:
-        model.mtp = MtpBlock(config, shape, fused)  # pyright: ignore[reportAttributeAccessIssue]  # not Megatron's class
+        model.mtp = MtpBlock(config, shape, fused)  # pyright: ignore[reportAttributeAccessIssue]  # megarl's class
     set_rotary(model, hf_config)
     fuse_rotation()
     is_interleaved = shape.experts is not None and shape.experts.is_interleaved

@@ -199,7 +199,7 @@ def replace_output_layer(
     layer: Any = model.output_layer  # one of Megatron's classes or Transformer Engine's
     if score_head is not None:
         scores = ScoreLayer(score_head, model.config, layer.tp_group)
-        model.output_layer = scores  # pyright: ignore[reportAttributeAccessIssue]  # inferred from Megatron's assignment
+        model.output_layer = scores  # pyright: ignore[reportAttributeAccessIssue]  # typed by Megatron's assignment
         return
     layer.__class__ = LogProbHead
     assert isinstance(layer, LogProbHead)

@@ -73,5 +73,5 @@ def denoiser_config(settings: Placed, config: Mapping[str, Any], dtype: torch.dt
     """Build the TransformerConfig, as `transformer_config` does for language models."""
     transformer = transformer_config(settings, config, dtype)
     # Make Megatron sum the gradients of the noise-level embedder over the pipeline stages.
-    transformer.has_cond_embedder = True  # pyright: ignore[reportAttributeAccessIssue]  # read, but not declared
+    transformer.has_cond_embedder = True  # pyright: ignore[reportAttributeAccessIssue]  # Megatron does not declare it
     return transformer
