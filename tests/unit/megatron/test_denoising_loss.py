@@ -82,7 +82,7 @@ def metrics_of(config: Config, batch: StepBatch, v: torch.Tensor, has_moved: boo
     return values(merge([read(loss.metrics(batch, loss.terms(batch, v)))]))
 
 
-# Values from public trainers.
+# Comparison with recorded values of public trainers.
 
 X, V, REFERENCE = (tensor(RECORDED[name]) for name in ("x", "v", "v_reference"))
 SIGMAS = tensor(RECORDED["sigmas"], torch.float64)
@@ -144,7 +144,7 @@ def test_kl_to_the_reference_matches_libraries(entry, estimator, field):
     assert relative_error(terms.loss, 0.5 * expected.mean()) <= TOLERANCE
 
 
-# A reference in float64.
+# Comparison with a float64 reference.
 
 SIGMA, SIGMA_NEXT = tensor([[1.0, 0.8, 0.5, 0.2], [0.8, 0.5, 0.2, 0.1]], torch.float64)
 SECOND = torch.full((4,), 0.8, dtype=torch.float64)
