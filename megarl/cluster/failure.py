@@ -68,7 +68,7 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, OutOfMemoryError):
         return f" was killed by Ray before the machine ran out of memory: {lines[0]}"
     if isinstance(error, RayActorError):
-        # No log contains the traceback of a constructor error.
+        # Quote a constructor error, because no log contains its traceback.
         return f" did not start: {lines[-1]}" if error.actor_init_failed else " died"
     return f": {type(origin).__name__}: {lines[0]}"
 

@@ -44,7 +44,8 @@ def _started_again(start: Any) -> Any:
             try:
                 return start(node, copy.deepcopy(ray_params), *args, **kwargs)
             except Exception as error:
-                node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)  # raylets end their agents
+                # Kill gracefully, so that the raylet ends its agents.
+                node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
                 if number == STARTS:
                     raise
                 print(f"Ray did not start on this node, trying again: {error}", flush=True)

@@ -125,7 +125,7 @@ def check_adapter_config(folder: Path, lora: Lora) -> None:
     to be harmless is set. The message has one line per key."""
     is_of_diffusers = format_of(folder) == DIFFUSERS
     if is_of_diffusers and find_spec("safetensors") is None:
-        return  # a login node cannot read the config in the weights file; the run checks it
+        return  # the config is in the weights file, which a login node may be unable to read; the run checks it
     content = _diffusers_config(folder) if is_of_diffusers else _peft_config(folder)
     source = DIFFUSERS.weights if is_of_diffusers else CONFIG
     lines = [

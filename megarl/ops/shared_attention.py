@@ -176,7 +176,7 @@ def shared_attention(
         out = attended
     else:
         out, aux = attended
-        keys_share = (aux.lse - sinks.float()[:, None]).sigmoid()  # of the softmax's denominator
+        keys_share = (aux.lse - sinks.float()[:, None]).sigmoid()  # the keys' share of the softmax's denominator
         out = out * keys_share[..., None].to(out.dtype)
     return out[0].transpose(0, 1)
 

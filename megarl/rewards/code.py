@@ -61,7 +61,7 @@ def _check_tests(answer: Any, *, entry_point: str | None = None, test_setup_code
     although there is an entry point."""
     tests = _tests(answer)
     try:
-        with warnings.catch_warnings(action="ignore"):  # such as a SyntaxWarning about invalid escapes
+        with warnings.catch_warnings(action="ignore"):  # tests may contain invalid escapes
             code_tester.parse_tests(test_setup_code or "", tests, entry_point)
     except code_tester.InvalidTests as error:
         raise _invalid(str(error)) from None

@@ -37,7 +37,7 @@ class _ClipModel:
     def __init__(self, path: str):
         """path: a transformers folder with model, tokenizer and image processor."""
         from transformers import CLIPModel
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # no torchvision
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # needs no torchvision
 
         if not (Path(path) / "config.json").is_file():
             raise ValueError(f"options.path={path!r}: has no config.json. Fix: download a CLIP model to this folder")

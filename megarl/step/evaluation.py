@@ -59,7 +59,7 @@ class SetResult:
         metrics: dict[str, float] = {}
         for name, estimate in self.estimates.items():
             metrics[name] = estimate.value
-            if math.isfinite(estimate.low):  # a single prompt may not have a confidence interval
+            if math.isfinite(estimate.low):  # with a single prompt, the interval may be undefined
                 metrics |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
         return {self.settings.prefix + name: value for name, value in (metrics | dict(self.shares)).items()}
 

@@ -115,7 +115,8 @@ class HostCopies:
             path = self._path(slot, "tensors")
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(file, 0, max(num_bytes, ALIGNMENT))  # SIGBUS kills writers to full memory
+                # Reserve the memory, because writing to full shared memory would kill the process (SIGBUS).
+                os.posix_fallocate(file, 0, max(num_bytes, ALIGNMENT))
             except OSError as error:
                 path.unlink()
                 if error.errno not in DISK_FULL:

@@ -21,7 +21,7 @@ def _split(tensors: tuple[str, ...], *parts: tuple[str, ...]) -> Tiling:
     return Fused(tensors=tensors, tiling=Split(()), parts=parts)
 
 
-# In Megatron, one projection computes a rank's queries, keys, values, gates, step sizes and decays, in this order.
+# In Megatron, one projection computes a rank's queries, keys, values, gates, step sizes and decays.
 PROJECTIONS = Part(
     tensors={
         _QKV: ("linear.channels", "hidden"),

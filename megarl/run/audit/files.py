@@ -192,7 +192,7 @@ def check_evaluations(folder: RunFolder, history: History, budget: float) -> str
         if step > history.base or (step, name) in history.evaluations
     }
     for step, name in files.keys() - history.evaluations.keys():
-        if step < history.head:  # later files: the run was killed before it recorded them
+        if step < history.head:  # in a later step, the run may have been killed before recording it
             raise Broken(str(files[step, name]), "only evaluations of the ledger", "another evaluation")
     chosen = chosen_files({i: files[key] for i, key in enumerate(sorted(files.keys() & history.evaluations))}, budget)
     for i, path in chosen.items():

@@ -47,7 +47,7 @@ class Modulation(ColumnParallelLinear):
         whole = copy.copy(config)
         whole.sequence_parallel = False  # every rank has the whole input, whose gradient is summed over the ranks
         size = parts * config.hidden_size
-        super().__init__(conditioning, size, config=whole, init_method=config.init_method, bias=True)  # pyright: ignore[reportArgumentType]  # it is set
+        super().__init__(conditioning, size, config=whole, init_method=config.init_method, bias=True)  # pyright: ignore[reportArgumentType]  # init_method is not None
         self.num_parts = parts
         # A rank applies the outputs only to its own tokens. Without sequence parallelism, these are all tokens.
         self.is_partial = config.sequence_parallel

@@ -56,7 +56,7 @@ class ZImage(Denoiser):
         normalized = F.layer_norm(hidden, (self.shape.hidden,), eps=FINAL_EPSILON)
         scaled = modulate(normalized, item.joint.document_numbers, scale)[:, 0]
         output = self._gather(self.output_layer(scaled), is_replicated=True)
-        return -item.image_rows(output).float()  # Z-Image predicts the opposite direction
+        return -item.image_rows(output).float()  # Z-Image predicts −v
 
     def _embed_tokens(self, item: ZImageInput, conditioning: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of this rank's tokens in the joint stream, [T/cp, 1, hidden]."""
