@@ -42,7 +42,7 @@ def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
 
 
 def is_loss(error: Exception | None) -> bool:
-    """Return whether the error reports a lost process: one that died, or that Ray killed because memory ran low."""
+    """Return whether the error reports a lost process, which has died or was killed by Ray because memory ran low."""
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 

@@ -59,7 +59,7 @@ def check_host_memory(config: Config, models: ModelFolders) -> None:
 
 
 def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
-    """Return the host memory in bytes that the run holds at all times, by purpose."""
+    """Return the host memory in bytes that the run uses at all times, by purpose."""
     draft = None if models.draft is None else read_config(models.draft)
     held = Models.of(models.trained(config), lora=config.actor.adapters, draft=draft)
     return min_host_bytes(config, held, ModelParameters(policy_hf_config(config, models.hf_config)))
@@ -132,7 +132,7 @@ def gpus_suffice(config: Config) -> str | None:
 
 
 def parameters_can_move(config: Config) -> str | None:
-    """Reject offloading the actor's parameters without GPUs, because the engines then read them from host memory."""
+    """Reject offloading the actor's parameters on CPU, because the engines then read them from host memory."""
     if "parameters" not in config.actor.offload:
         return None
     return (

@@ -93,7 +93,7 @@ class Pending(Generic[T]):
         return {name for name in self.may_fail if is_loss(self.errors.get(name))}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
-        """Record the return values or errors of this Pending's calls that are in `ended`."""
+        """Record the return values or errors of those of this Pending's calls that are in `ended`."""
         for ref in [ref for ref in self.unfinished if ref in ended]:
             name = self.unfinished.pop(ref)
             value, error = outcome(ref)
@@ -127,7 +127,7 @@ def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
 
 
 def first(pendings: Sequence[Pending[T]], meanwhile: Callable[[], object] | None = None) -> Pending[T]:
-    """Wait until one of these is ready, and return the first ready one in the list. See Pending.result."""
+    """Wait until one of the Pendings is ready, and return the first one in the list that is. See Pending.result."""
     while True:
         for pending in pendings:
             if pending.advance():

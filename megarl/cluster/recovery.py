@@ -79,8 +79,8 @@ class Recovery:
             yield attempt()
 
     def fits(self) -> bool:
-        """Return whether copies take at most half of the free shared memory on every node. If they do not, print a note
-        at the first call, and never replace ranks."""
+        """Return whether copies take at most half of the free shared memory on every node. Otherwise, print a note at
+        the first call and never replace ranks."""
         if self._fits is None:
             self._fits = self._has_room(lambda _: (), "the loss of a rank ends the attempt. Fix: enlarge /dev/shm")
         if self._fits and self._kept_copies_fit is None and self._session.members.spare_nodes():
@@ -91,7 +91,7 @@ class Recovery:
         return self._fits
 
     def keepers(self, group: TrainerGroup) -> Sequence[int]:
-        """Return the rank that keeps a copy of each rank's state on another node. Empty if no spare node could use the
+        """Return the rank that keeps a copy of each rank's state on another node; empty if no spare node could use the
         copies, or if they do not fit."""
         return keepers(group.nodes) if self._kept_copies_fit and self._session.members.spare_nodes() else ()
 

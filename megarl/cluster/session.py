@@ -320,8 +320,8 @@ class Session:
         return sorted(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
 
     def _settle(self, wanted: Pending) -> None:
-        """Record the errors that occur shortly after the first one, and the lost processes that no call has noticed.
-        One of them is the cause. Does not return if Ray itself is lost."""
+        """Record the errors that follow shortly after the first one, and lost processes that no call has noticed. One
+        of them is the cause. Does not return if Ray itself is lost."""
         failing = [pending for pending in self._pending if pending.errors and not pending.lost]
         names = {name for pending in failing for name in pending.errors}
         # The ranks of a model fail together, and the cause is among them. Other processes may run much longer.

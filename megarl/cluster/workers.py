@@ -79,8 +79,8 @@ class Workers:
         return offloaded
 
     def switch_to_scoring(self, is_last: bool) -> None:
-        """Put the engines to sleep after a sampling round if a reward model shares their devices. `is_last`: whether a
-        refit follows before the engines sample again."""
+        """Put the engines to sleep after a sampling round if a reward model shares their devices. `is_last`: whether
+        the engines are refitted before they sample again."""
         if self.rewards_share_devices:
             self._suspend(keeps_weights=not is_last)
 

@@ -33,7 +33,7 @@ class Aborted:
 
 
 def completed(results: list[T] | Aborted) -> list[T]:
-    """Return the results of a group that cannot be aborted, because its caller is waiting for it."""
+    """Return the results of a group that cannot have been aborted, because its caller is waiting for it."""
     assert not isinstance(results, Aborted), "the group was aborted while its caller was waiting for it"
     return results
 
@@ -124,7 +124,7 @@ class Router:
                 abort(engine, groups)
 
     def lose(self, name: str) -> bool:
-        """Remove a lost engine. Return whether it may restart."""
+        """Remove a lost engine from the router. Return whether the engine may restart."""
         self.live.remove(name)
         self._latencies.pop(name, None)
         self.losses[name] += 1

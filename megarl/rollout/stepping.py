@@ -50,7 +50,7 @@ class SteppedEngine(ABC, Generic[Request, Result]):
         """Return the result of one request."""
 
     def take_work(self) -> tuple[float, int]:
-        """Return the seconds spent sampling, without pauses, and the number of steps since the last call."""
+        """Return the time spent sampling in seconds, without pauses, and the number of steps, since the last call."""
         work = self._seconds, self._num_steps
         self._seconds, self._num_steps = 0.0, 0
         return work
@@ -111,7 +111,7 @@ class SteppedEngine(ABC, Generic[Request, Result]):
         return self.version is not None and not self._is_paused
 
     async def _yield_to_callers(self) -> None:
-        """Let callers process the results of a step before the next step starts."""
+        """Let callers process the results of a step before the next one starts."""
         for _ in range(ROUNDS_PER_STEP):
             await asyncio.sleep(0)
         if not self._may_step:

@@ -171,7 +171,7 @@ class RunContext:
         return Stopwatch(Trace(self.folder.logs).record)
 
     def take(self, n: int) -> list[PendingPrompt]:
-        """Draw the next n rows from the data, which the current step trains on."""
+        """Draw the next n rows from the data for the current step."""
         drawn = self.state.draw(n, self.state.step)
         self.state.under_way.clear()
         return drawn
@@ -300,7 +300,7 @@ class RunContext:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Record the time of the body in the trace as waiting for a checkpoint."""
+        """Record the time of the body in the trace as time waiting for a checkpoint."""
         begin = time.time()
         yield
         Trace(self.folder.logs).record(SAVE, begin, time.time())

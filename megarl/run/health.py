@@ -219,7 +219,7 @@ def _folder(config: Config) -> str:
 
 
 def _learns_only_from_differences(config: Config) -> bool:
-    """Return whether the actor learns nothing from groups whose samples all have the same reward."""
+    """Return whether groups whose samples all have the same reward do not train the actor."""
     if config.is_offline or config.batch.samples_per_prompt == 1:
         return False
     if config.algorithm.objective.spec.is_pairwise:

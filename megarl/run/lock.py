@@ -82,7 +82,7 @@ def _uid_of_new_files(folder: Path) -> int:
 
 
 def _holder(stream: IO[str]) -> str:
-    """Return the process that holds the lock: from the kernel if it runs on this node, otherwise from the file."""
+    """Return the process that holds the lock, from the kernel if it runs on this node, otherwise from the file."""
     inode = os.fstat(stream.fileno()).st_ino
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

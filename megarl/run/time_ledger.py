@@ -102,7 +102,7 @@ class TimeLedger:
         return found
 
     def describe(self) -> str:
-        """Return the goodput and a table of causes, or a line that there are no records."""
+        """Return the goodput and a table of causes, or a line that says that there are no records."""
         seconds = self.seconds
         total = sum(seconds.values())
         if total <= 0:
@@ -284,7 +284,7 @@ def _allocations(
 
 
 def _fill(allocation: _Allocation, devices: float) -> Iterator[Interval]:
-    """Yield contiguous intervals from the begin of the allocation to its end, whose sum is its time on all devices."""
+    """Yield contiguous intervals from the begin of the allocation to its end. They sum to its time on all devices."""
     events = _events(allocation)
     used = allocation.used or devices
     rows = [(row, times.start.devices) for times in allocation.attempts for row in times.rows]

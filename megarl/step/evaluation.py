@@ -173,7 +173,7 @@ def requests(
 
 
 def versions_of(groups: Sequence[Sequence[SampleRef]]) -> set[int]:
-    """Return the weight versions that generated tokens in these samples. A rollout without turns has none."""
+    """Return the weight versions that generated tokens of these samples. A rollout without turns has none."""
     samples = [sample for group in groups for sample in group if sample.num_response_tokens]
     return {version for sample in samples for version in (sample.version_oldest, sample.version_newest)}
 

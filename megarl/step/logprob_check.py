@@ -138,7 +138,7 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
 
 
 def _unit(config: Config) -> str:
-    """Return the noun for an action of the policy."""
+    """Return the noun for an action of the policy: a token or a denoising step."""
     return "denoising step" if config.samples_images else "token"
 
 

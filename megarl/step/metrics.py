@@ -42,8 +42,8 @@ def step_metrics(
 
 
 def update_rate(metrics: Mapping[str, Metric]) -> float:
-    """Return the mean learning rate over the actor updates in a step; 0 if the step had no such updates, if all were
-    skipped, or if the gradient was 0. metrics: the step's training metrics."""
+    """Return the mean learning rate over the actor updates in a step. It is 0 if the step had no actor updates, if all
+    were skipped, or if the gradient was 0. metrics: the step's training metrics."""
     has_learned = "policy/grad_norm" in metrics and metrics["policy/grad_norm"].value > 0
     return metrics["policy/lr"].value if has_learned else 0.0
 

@@ -107,7 +107,7 @@ class RunState:
         return item
 
     def put_back(self, items: Sequence[PendingPrompt], version: int) -> None:
-        """Schedule rows with dropped rollouts again, before new rows. version: the weight version for the next step."""
+        """Schedule rows with dropped rollouts again, before new rows. version: the weight version of the next step."""
         for item in items:
             self.under_way.remove(item)
         self.again += [replace(item, version=version) for item in items]

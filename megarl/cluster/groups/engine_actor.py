@@ -61,7 +61,7 @@ class EngineProcess(ReplicaActor):
 
     @staticmethod
     def parts(sample: Any) -> Sequence[Any]:
-        """Return a sample's parts. The last one is for rewards."""
+        """Return the parts in which a sample is stored. The last part is the one for rewards."""
         return (sample,)
 
     def __init__(self, *arguments: Any):

@@ -71,7 +71,7 @@ within vLLM's documented range of 1 to 3 GiB."""
 
 
 def sum_by_name(*items: Mapping[str, float]) -> dict[str, float]:
-    """Add up the items of several processes by name, and leave out items of size 0."""
+    """Add up the items of several processes by name. Omit items of size 0."""
     names = dict.fromkeys(name for each in items for name in each)
     sums = {name: sum(each.get(name, 0.0) for each in items) for name in names}
     return {name: size for name, size in sums.items() if size}
@@ -111,7 +111,7 @@ def gpu_reserve(
 
 
 def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per_node: int) -> dict[str, float]:
-    """Return a Megatron rank's items. They stay on the GPU when the rank's parameters are offloaded."""
+    """Return the items of a Megatron rank that stay on the GPU when the rank's parameters are offloaded."""
     nccl = _trainer_communicators(settings.layout, shape, gpus_per_node)
     return {
         CONTEXTS: CONTEXT + measured.FIRST_COMMUNICATOR.value + TRAINER_KERNELS,
@@ -167,7 +167,7 @@ def _exchange(ranks: int, stride: int, gpus_per_node: int, peers: int) -> float:
 
 
 def _in_node(ranks: int, stride: int, gpus_per_node: int) -> int:
-    """Return the number of the communicator's ranks on one node."""
+    """Return how many of the communicator's ranks are on one node."""
     return min(ranks, max(1, gpus_per_node // stride))
 
 

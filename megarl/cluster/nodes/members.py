@@ -38,8 +38,8 @@ class Members:
         return self._others[number - 1].name
 
     def lost(self, patience_s: float = 0.0) -> list[int]:
-        """Return the numbers of nodes that Ray has detected as lost. A lost process is often the first sign of a lost
-        node, so wait up to patience_s seconds until Ray detects one, unless all nodes still accept connections."""
+        """Return the numbers of nodes that Ray has detected as lost. Because a lost process is often the first sign of
+        a lost node, wait up to patience_s seconds for Ray to detect one, unless all nodes still accept connections."""
         begin = time.monotonic()
         while self._others:
             alive, waited_s = {*alive_nodes().values()}, time.monotonic() - begin

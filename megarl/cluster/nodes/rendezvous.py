@@ -123,7 +123,7 @@ class NodeRendezvous:
         _write(self._folder / f"node-{report.address}.json", asdict(report))
 
     def reports(self) -> list[Report]:
-        """Return the reports that answer the current invitation, in natural order by node name (n2 before n10)."""
+        """Return the reports for the current invitation, in natural order by node name (n2 before n10)."""
         invitation = self.invitation()
         contents = [content for file in self._folder.glob("node-*.json") if (content := _read(file)) is not None]
         reports = [Report(**{**content, "peak_gb": tuple(content["peak_gb"])}) for content in contents]

@@ -128,7 +128,7 @@ def _await_exit(pids: Sequence[int], timeout_s: float) -> None:
 
 
 def _has_exited(pid: int) -> bool:
-    """Return whether the process has exited. Reap it if it is a child."""
+    """Return whether the process has exited. If it is a child, reap it."""
     with suppress(ChildProcessError):  # not a child of this process
         os.waitpid(pid, os.WNOHANG)
     try:
@@ -205,7 +205,7 @@ def _standard_error(pid: int) -> Path | None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether the process has a handler for the signal, whose default action would terminate the process."""
+    """Return whether the process has a handler for the signal. Without one, the signal would terminate it."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:

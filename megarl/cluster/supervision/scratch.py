@@ -132,7 +132,7 @@ def _sweep(folder: Path) -> str | None:
 
 
 def _is_gone(folder: Path) -> bool:
-    """Return whether a folder does not exist or is empty: another run may be creating or removing it."""
+    """Return whether a folder does not exist or is empty, because another run is creating or removing it."""
     try:
         return not _contents(folder)
     except FileNotFoundError:

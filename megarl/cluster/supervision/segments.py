@@ -33,7 +33,7 @@ NOTE_LINE = re.compile(rf"(?P<inode>[0-9]{{1,20}}) (?P<name>{SEGMENT_NAME.patter
 
 
 class Segment(NamedTuple):
-    """A segment, identified by name and inode because a different program may reuse the name."""
+    """A segment, identified by name and inode, because another program may reuse the name."""
 
     inode: int
     name: str

@@ -21,7 +21,7 @@ CACHE_BYTES = 2**30
 
 
 class HostedModel:
-    """A frozen model that moves to the device when it is used and, if `offload` is set, back to host memory after each
+    """A frozen model that is moved to the device for use and, if `offload` is set, back to host memory after each
     use."""
 
     def __init__(self, model: torch.nn.Module, offload: bool):

@@ -280,7 +280,8 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         self._llm.wake_up(tags=["scheduling"])
 
     def _resubmit_tokenless(self) -> None:
-        """Resubmit requests that have no tokens yet, so samples from the new weights do not use an older KV cache."""
+        """Resubmit requests that have no tokens yet, so that samples from the new weights do not use an older KV
+        cache."""
         unfinished = {name: item for name, item in self._pending.items() if not item.completion.done()}
         tokenless = {name: item for name, item in unfinished.items() if not self._num_tokens(item)}
         self._abort(list(tokenless))

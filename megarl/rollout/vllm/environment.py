@@ -30,8 +30,8 @@ def environment(
 
 
 def _binding(ranks: int, threads: int, index: int) -> str:
-    """Return the CPU cores for each rank in vLLM's format, with one core per thread. The ranks of all engines are
-    assigned consecutive cores; after the last core, assignment wraps around to the first."""
+    """Return the CPU cores of each rank in vLLM's format, with one core per thread. The ranks of all engines get
+    consecutive cores, and after the last core, the assignment wraps around to the first."""
     cores = sorted(os.sched_getaffinity(0))
     size = min(threads, len(cores))
     starts = [(index * ranks + rank) * size for rank in range(ranks)]

@@ -121,6 +121,6 @@ def _rule_inputs(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tens
 
 
 def _joined(history: torch.Tensor, inputs: torch.Tensor, bounds: torch.Tensor) -> list[torch.Tensor]:
-    """Return each request's preceding inputs and its new ones, [width − 1 + tokens, channels]."""
+    """Return the preceding and the new inputs of each request, [width − 1 + tokens, channels]."""
     requests = inputs.split(bounds.diff().tolist())
     return [torch.cat((old, new)) for old, new in zip(history, requests, strict=True)]

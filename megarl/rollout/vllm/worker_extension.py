@@ -110,8 +110,8 @@ class Failed:
 
 
 def _catch_error(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function and return its result, or Failed instead of raising. If a worker raises an error, vLLM does not
-    read the results from the remaining workers, and would mistake them for the results of the next call."""
+    """Call the function and return its result, or Failed if it raises. If a worker raised an error, vLLM would not read
+    the results of the remaining workers, and would mistake them for the results of the next call."""
     try:
         return function(*args)
     except Exception as error:
@@ -194,8 +194,8 @@ class RefitExtension:
 
     @property
     def _drafter(self) -> torch.nn.Module | None:
-        """The policy's MTP layer in engines that draft tokens with it. Its embedding and output layer are the policy's.
-        vLLM's model runners have different names for it."""
+        """The policy's MTP layer, in engines that draft tokens with it. It shares the policy's embedding and output
+        layer. vLLM's model runners have different names for it."""
         runner, settings = self.model_runner, self.model_runner.vllm_config.speculative_config
         if settings is None or settings.method != "mtp":
             return None

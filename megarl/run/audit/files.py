@@ -225,7 +225,7 @@ def _objects(path: Path, num_bytes: float = math.inf) -> Iterator[tuple[int, dic
 
 
 def checked(path: Path, check: Callable[[], str]) -> str:
-    """Run a check of files in which values may have any type."""
+    """Run a check of files whose values may have any type."""
     try:
         return check()
     except UserError:
@@ -241,7 +241,7 @@ def _of(count: int, total: int) -> str:
 
 
 def reasons(counts: Mapping[str, int], most: int) -> Iterable[str]:
-    """Return the most frequent reasons with their counts."""
+    """Yield the `most` most frequent reasons with their counts, and a line with the number of all others."""
     listed = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     yield from (f"{count:,} {why}" for why, count in listed[:most] if count)
     if len(listed) > most:

@@ -206,7 +206,8 @@ BACKENDS: Mapping[str, type[Backend]] = dict(tensorboard=TensorBoard, wandb=Wand
 
 
 def mlflow_name(metric: str) -> str:
-    """Return the name in characters that MLflow allows. Names for custom reward functions contain a path."""
+    """Return the metric's name with only characters that MLflow allows. Names for custom reward functions contain a
+    path."""
     return posixpath.normpath(re.sub(r"[^\w\-./ :]", "_", metric))
 
 
