@@ -91,7 +91,8 @@ class Remote:
     """A process that builds an object and executes method calls on it."""
 
     def __init__(self, mp: BaseContext, build, *args):
-        gc.collect()  # or finalizers of earlier TCPStores would wait for threads that a fork lacks
+        # In the fork, the finalizers of earlier tests' TCPStores would wait for threads that the fork lacks.
+        gc.collect()
         self._connection, child = mp.Pipe()
         # Use a short path: vLLM creates sockets in the folder, and socket paths are limited to 107 bytes.
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")

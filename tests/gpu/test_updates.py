@@ -35,7 +35,7 @@ Gradients = Mapping[str, torch.Tensor]
 UPDATES = [random_groups(0)]
 WHOLE, WORST = 0.05, 0.15
 WHOLE_IN_FP8 = 0.3
-"""Upper bounds on the gradient's distance from the reference, relative to the norm of the latter, and on a tensor's
+"""Upper bounds on the gradient's distance from the reference, relative to the reference's norm, and on a tensor's
 largest difference, relative to its largest value. bfloat16 on CPU reaches 0.03 and 0.09."""
 
 LAYOUTS = {

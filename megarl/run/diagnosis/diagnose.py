@@ -189,7 +189,7 @@ def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
             )
         return model
     exported = folder / "model"
-    is_whole = (exported / "config.json").is_file()  # a PEFT folder has none
+    is_whole = (exported / "config.json").is_file()  # a PEFT folder has no config.json
     return exported if is_whole else resolve(config.model.path, revision=config.model.revision)
 
 

@@ -35,7 +35,7 @@ def test_processes_have_role_index_and_name() -> None:
 @pytest.mark.parametrize(
     ("overrides", "cores", "trainer", "engine"),
     [
-        ([], 8, 4, 8),  # two ranks share the cores, and the engine uses all cores in turn
+        ([], 8, 4, 8),  # two ranks share the cores; the engine, in turn, uses all of them
         (["rollout.tp=2"], 8, 4, 4),  # an engine's ranks also share the cores
         (["rollout.replicas=3"], 8, 4, 2),
         ([], 1, 1, 1),

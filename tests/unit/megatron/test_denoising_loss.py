@@ -112,7 +112,7 @@ PUBLISHED = {
     "flow_dppo": (f"name: flow_dppo, divergence_limit: {LOSSES['kl_mask_threshold']}", None, 1.0),
     "tempflow_2.25_std_dev_t": (f"name: clip, {CLIP}", "deviation", mean_deviation_of_published_weight()),
 }
-"""Recorded loss -> the objective's keys, the step weight, and the published weight over ours."""
+"""Recorded loss -> the objective's keys, the step weight, and the ratio of the published weight to megarl's."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
