@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
     "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
     # The hinge's slope is 1 − 2·p within its margin and 1 − p beyond it, where it outweighs the other term.
-    # The learning rate is low, because Adam would overshoot and return slowly.
+    # Adam overshoots and returns slowly.
     "SLiC": given(
         "name: slic, hinge_margin: 3.0, regularisation: 0.1",
         Preferences(lambda share: math.copysign(3.0, share - 0.5), is_relative=False),
