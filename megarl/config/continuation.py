@@ -112,7 +112,7 @@ ALLOWABLE = (
 has nor what a checkpoint contains. Adam's betas and eps are excluded, because a checkpoint restores them."""
 
 NEVER = ("algorithm.advantage.estimator", "algorithm.objective.name")
-"""Keys that match a pattern in ALLOWABLE but never change, because they select the models of a run."""
+"""Keys that match a pattern in ALLOWABLE but must not change, because they select the models of a run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class ZImageShape(DenoiserShape):
 
     token_multiple: ClassVar[int] = 32
     text_encoder_parameters: ClassVar[int] = 4_022_468_096
-    """Qwen3-4B."""
+    """Number of parameters of Qwen3-4B."""
     time_hidden: ClassVar[int] = 1024
     """Number of hidden channels in the network that embeds the noise level."""
 
@@ -175,7 +175,7 @@ class StableDiffusion3Shape(DenoiserShape):
 
     token_multiple: ClassVar[int] = 1
     text_encoder_parameters: ClassVar[int] = 123_650_304 + 694_659_840 + 4_762_310_656
-    """CLIP-L, CLIP-G and the encoder of T5-XXL."""
+    """Numbers of parameters of CLIP-L, CLIP-G and the encoder of T5-XXL."""
     time_scale: ClassVar[float] = 1000.0
     """Factor by which the noise level is multiplied before it is embedded."""
     clip_tokens: ClassVar[int] = 77

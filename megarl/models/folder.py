@@ -155,7 +155,7 @@ def default_cache() -> Path:
 
 
 PIPELINE, TRANSFORMER = "model_index.json", "transformer"
-"""A diffusers folder's list of parts, and the folder of the part that is trained."""
+"""File that lists the parts of a diffusers folder, and folder of the part that is trained."""
 
 
 def _checked(key: str, path: str, folder: Path) -> Path:

@@ -327,7 +327,7 @@ def run(tester, setup, tests, entry_point):
             if name not in used.bound:  # otherwise the tests bind the name themselves
                 raise
     for name in used.loaded & namespace.from_program:
-        namespace[name]  # class bodies bypass __missing__
+        namespace[name]  # resolves the name now, because class bodies bypass __missing__
     exec(code, namespace)
 
 

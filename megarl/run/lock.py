@@ -68,7 +68,7 @@ def _open(file: Path) -> int:
         is_own = status.st_uid == os.geteuid() or status.st_uid == _uid_of_new_files(file.parent)
         if not stat.S_ISREG(status.st_mode) or not is_own:
             raise UserError(f"{file}: not a regular file of this user. Fix: remove it, or set a different run.name")
-        os.fchmod(descriptor, 0o600)  # earlier versions created it with more permissions
+        os.fchmod(descriptor, 0o600)  # earlier versions of megarl created the file with more permissions
     except BaseException:
         os.close(descriptor)
         raise

@@ -12,7 +12,7 @@ import struct
 from typing import NamedTuple
 
 SYSTEM_CALLS = {
-    # These allocate memory that belongs to no process.
+    # System calls that allocate memory that belongs to no process.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -24,12 +24,12 @@ SYSTEM_CALLS = {
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
     "fanotify_init": (300, 262),
-    # These access other processes.
+    # System calls that access other processes.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438),
-    # These have a history of kernel vulnerabilities.
+    # System calls with a history of kernel vulnerabilities.
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),

@@ -41,7 +41,7 @@ KILLING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.001
 READ_BYTES = 65536
 MAX_MESSAGE_BYTES = 2**30
-"""Maximum length of a message from a child."""
+"""Maximum length in bytes of a message from a child."""
 
 TOO_LONG = f"sent a message of more than {MAX_MESSAGE_BYTES} bytes"
 
@@ -221,7 +221,7 @@ class ChildProcess:
             self.kill_reason = self.kill_reason or reason
             if self._process.returncode is None:
                 os.killpg(self.pid, signal.SIGSTOP)  # a suspended process cannot start others
-                descendants = psutil.Process(self.pid).children(recursive=True)  # parents before their children
+                descendants = psutil.Process(self.pid).children(recursive=True)  # lists parents before their children
                 os.killpg(self.pid, signal.SIGKILL)
                 spared: dict[int, psutil.Process] = {}
                 for process in descendants:

@@ -57,7 +57,7 @@ class EngineProcess(ReplicaActor):
     samples."""
 
     num_parts: ClassVar[int] = 1
-    """Number of objects that hold a sample."""
+    """Number of Ray objects in which a sample is stored."""
 
     @staticmethod
     def parts(sample: Any) -> Sequence[Any]:

@@ -370,7 +370,7 @@ class TrainerGroup(RankGroup):
             plan = self._plan_of_adapters(self._exports_adapters)
         transport: Transport
         parts = out.with_name(f".{out.name}-parts")
-        for path in (out, parts):  # an earlier call may have failed
+        for path in (out, parts):  # an earlier call that failed may have left them
             shutil.rmtree(path, ignore_errors=True)
         if len({process.node.number for process in self._processes}) == 1:
             transport = SharedMemory(self.publish(for_refit=False).result())

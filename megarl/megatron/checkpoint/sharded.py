@@ -92,7 +92,7 @@ class Saving:
                 "or repair the disk, then resume with resume=auto"
             ) from error
         self._thread.shutdown()
-        # Otherwise glibc keeps the memory of the freed copies, and the amount grows with every save.
+        # Return the memory of the freed copies, of which glibc would otherwise keep more with every save.
         ctypes.CDLL(None).malloc_trim(0)
         return [replace(record, path=str((self._folder / record.path).relative_to(checkpoint))) for record in records]
 

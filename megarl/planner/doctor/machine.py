@@ -24,7 +24,7 @@ files need space."""
 RUN_DISK = "disk of runs"
 
 MIN_FILES = 65536
-"""Minimum limit on open files. Each Ray process and each pair of ranks keeps sockets open."""
+"""Minimum value of the limit on open files. Each Ray process and each pair of ranks keeps sockets open."""
 
 MIN_PORTS = 10000
 CGROUP = Path("/sys/fs/cgroup")

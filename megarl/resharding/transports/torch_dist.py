@@ -138,7 +138,7 @@ class TorchDistFolder:
         except (OSError, MemoryError):  # not caused by the file's content
             raise
         except Exception as error:  # a malicious pickle may raise any exception
-            # torch's message advises loading the file with weights_only=False, which would run its code.
+            # Omit torch's message, which advises loading the file with weights_only=False and thus running its code.
             raise UserError(
                 f"{self._folder}: {name} is corrupt: {key} cannot be loaded ({type(error).__name__}). Fix: copy the "
                 "checkpoint again, or use another one"
