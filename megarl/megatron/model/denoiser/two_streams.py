@@ -80,7 +80,7 @@ class TwoStreamLayer(TransformerLayer):
         self.caption_mlp: Any = None
         if self.is_last:
             if shape.qk_norm:
-                # Freeze the norm of caption queries, which this layer does not use, because it does not update captions.
+                # Freeze the norm of caption queries. This layer does not use them, because it does not update captions.
                 self.caption_attention.q_layernorm.requires_grad_(False)
         else:
             size, matrices = config.ffn_hidden_size, submodules_of(self.submodules_config.mlp)
