@@ -19,7 +19,7 @@ from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 from megarl.cluster.supervision.ownership import Untrusted
 from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, remove_scratch, sweep
 from megarl.cluster.supervision.suspension import Resumer, named
-from megarl.cluster.supervision.watchdog import FATAL
+from megarl.cluster.supervision.watchdog import FATAL, explained
 from megarl.core.output import tolerate_lost_readers
 from megarl.core.parent import signal_with_parent
 from megarl.core.proxies import LOOPBACK, bypass_proxies
@@ -55,6 +55,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     sys.stdout.flush()
     processes.adopt_orphans()
     signals, parent = _handled_signals(), os.getpid()
+    explained[0] = 0
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # blocked until both processes can handle them
     child = os.fork()
     if child:
@@ -81,6 +82,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
         # handlers crash if the interrupt arrived during Ray's startup.
         os._exit(130)
     finally:
+        explained[0] = 1
         _end(scratch)
 
 
@@ -128,6 +130,8 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
     if signaled_at and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
         _print_error(INTERRUPTED)  # the child received the signal before it could handle it
         return 130
+    if code == 1 and not explained[0]:
+        _print_error("the driver process was ended by Ray, whose raylet has probably died; stopping the run")
     if code >= 0:
         return code
     _print_error(f"the driver process {child} was killed by {signal.Signals(-code).name}; stopping the run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
@@ -19,6 +20,10 @@ SIGNAL_S = 1.0
 """Seconds to wait for a signal after Ray's processes have exited: the signal that killed them may also reach the
 driver."""
 FATAL = ("raylet", "gcs_server")
+
+explained = mmap.mmap(-1, 1)
+"""One byte of memory that the driver shares with its parent: nonzero once the driver has printed an error or ended by
+itself. Ray's core exits the driver with status 1, without a message, if a call fails because the raylet has died."""
 
 
 class Watchdog:
@@ -45,6 +50,7 @@ class Watchdog:
                 return
             with self._lock:
                 if not self._stopped:
+                    explained[0] = 1
                     line = f"megarl: error: {self.phase}: Ray's {lost[0]} died; stopping the run"
                     print(line, file=sys.stderr, flush=True)
                     os._exit(1)

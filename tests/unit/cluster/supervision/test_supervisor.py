@@ -25,7 +25,7 @@ from tests.timing import GRACE_S, SHORT_S, WAIT_S, wait_until
 
 PROGRAM = """
 import os, signal, subprocess, sys, time
-from megarl.cluster.supervision import interrupts, supervisor, suspension
+from megarl.cluster.supervision import interrupts, supervisor, suspension, watchdog
 from tests.timing import HANG_S, SHORT_S
 suspension.SUSPENDED_S = suspension.POLL_S = SHORT_S
 supervisor.DEADLINE_S = {deadline_s}
@@ -291,6 +291,20 @@ def test_loss_of_the_child_ends_the_run() -> None:
         code, errors = run.end()
     assert code == 1
     assert errors == f"megarl: error: the driver process {run.child} was killed by SIGSEGV; stopping the run\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "errors"),
+    [
+        ("os._exit(1)", "megarl: error: the driver process was ended by Ray, whose raylet has probably died; stopping"),
+        ("sys.exit(1)", ""),
+        ("watchdog.explained[0] = 1; os._exit(1)", ""),
+    ],
+)
+def test_exit_without_an_error_is_explained(body: str, errors: str) -> None:
+    with program(body) as run:
+        code, found = run.end()
+    assert (code, found) == (1, f"{errors} the run\n" if errors else "")
 
 
 @pytest.mark.parametrize("last", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
