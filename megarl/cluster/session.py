@@ -331,7 +331,7 @@ class Session:
         failed = {name for pending in self._pending for name in pending.errors}
         wanted.errors |= self._lost({*self._watched, *self._replaceable}.difference(failed))
         if any(is_loss(error) for pending in self._pending for error in pending.errors.values()):
-            # The actors of a raylet exit before the raylet itself: check again whether Ray is lost.
+            # The actors of a raylet exit before the raylet itself: wait, and check whether Ray is lost.
             time.sleep(1.0)
             self._watchdog.check()
 

@@ -24,8 +24,9 @@ INVARIANT_KERNELS = (9, 0)
 """Minimum compute capability for vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT in its envs.py)."""
 
 FREE_SHARE = 0.01
-"""Fraction of GPU memory that vLLM requires to be free at startup. Its default, almost all, fails on shared GPUs. A low
-value is safe: cluster/memory/shared_gpu.py checks that the engine fits, and the KV cache has a fixed size."""
+"""Fraction of GPU memory that vLLM requires to be free at startup. vLLM's default, nearly all of the memory, fails on
+shared GPUs. A low value is safe: cluster/memory/shared_gpu.py checks that the engine fits, and the KV cache has a fixed
+size."""
 
 NGRAM_LENGTHS = (2, 4)
 """Minimum and maximum length of the n-grams that rollout.speculative.method=ngram looks up in the context."""
