@@ -41,6 +41,7 @@ batch: {{prompts_per_step: 4, samples_per_prompt: 3, prompts_per_update: 2}}
 data: {{source: {folder}/captions.jsonl}}
 rewards:
   functions: [{{function: "{folder}/reward.py:brightness"}}]
+  processes: 2
 evaluation:
   sets: [{{name: ode, source: "{folder}/captions.jsonl", size: 2}}]
   every_steps: 2
@@ -48,7 +49,19 @@ checkpoint: {{every_steps: 1}}
 cluster: {{object_store_mib: 80}}
 """
 REWARD = """
+import time
+from pathlib import Path
+
+HOLD = Path(__file__).with_name("hold")
+calls = 0
+
+
 def brightness(prompt, response, answer):
+    global calls
+    calls += 1
+    # Each of two processes may score as many images as a step has, so at least one step ends, and at most two.
+    while calls > 12 and HOLD.exists():
+        time.sleep(0.02)
     return response.mean() / 255
 """
 
@@ -74,9 +87,12 @@ def uninterrupted(recipe, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def resumed(recipe, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("resumed")
-    with Run(recipe, folder, "run.steps=1000", vllm=True) as run:
+    hold = recipe.with_name("hold")
+    hold.touch()
+    with Run(recipe, folder, vllm=True) as run:
         run.wait_until(lambda: Checkpoints(run.folder / "checkpoints").latest() is not None)
         kill(run)
+    hold.unlink()
     checkpoint = Checkpoints(run.folder / "checkpoints").latest()
     assert checkpoint is not None and int(checkpoint.name.removeprefix("step_")) < STEPS
     with Run(recipe, folder, "resume=auto", vllm=True) as run:
