@@ -20,16 +20,16 @@ DOCS_DONE := $(VENV)/docs/.installed
 RUN := $(VENV)/bin/python
 GPU_PYTHON ?= python
 SLOWEST := --durations=10
-# One file per process, in the order of collection. By default, files with few tests run last, and some of these tests
-# take a minute, during which the other processes would be idle.
+# Assign files to processes in the order of collection. By default, files with few tests run last, and some of these
+# tests take a minute, during which the other processes would be idle.
 BY_FILE := --dist=loadfile --no-loadscope-reorder
-# One of 16 parts of the tests, which changes with the day (UTC) on which HEAD was committed.
+# Runs one of 16 parts of the tests. Which one depends on the day (UTC) on which HEAD was committed.
 TODAY = $(shell expr $$(git show --no-patch --format=%ct) / 86400 % 16)/16
 SHARE = $(addprefix --part=,$(PART:today=$(TODAY)))
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary=:all:
 CLUSTER_PACKAGES := tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge \
 	slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client
-# Lower the priority of compute-bound tests, because the whole runs in parallel with them have deadlines.
+# Lower the priority of compute-bound tests, because the runs that other tests start at the same time have deadlines.
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-all test-runs test-ranks test-units ranks-then-units test-fast test-learn test-exhaustive exhaustive-runs \
@@ -68,18 +68,18 @@ $(DONE): $(LOCK) pyproject.toml tools/environment/build.sh
 quickstart: $(DONE)
 	$(VENV)/bin/megarl train configs/quickstart.yaml
 
-# End-to-end runs mostly wait for processes to start, which leaves CPU time for the other tests.
-# Hundreds of processes import megarl, and each would compile its modules if PYTHONDONTWRITEBYTECODE is set.
+# Run end-to-end tests beside the others: they mostly wait for processes to start, which leaves CPU time.
+# Compile megarl first, because hundreds of processes would each do so if PYTHONDONTWRITEBYTECODE is set.
 test: lint
 	@$(RUN) -m compileall -q megarl
 	@$(MAKE) --no-print-directory --jobs=2 test-runs ranks-then-units
 
-# The unit tests run last and on all cores, because the end-to-end runs in parallel with them finish first. Some only
-# wait for a timeout, so there is one process more than cores.
+# Run the unit tests last and on all cores, because the end-to-end tests finish before them. Some unit tests only wait
+# for a timeout, so there is one more process than cores.
 ranks-then-units: test-ranks
 	@$(MAKE) --no-print-directory test-units
 
-# Each part that passes writes its line of .ci/verified, with which .ci/run skips it until its paths change: commit that
+# Each part that passes writes its line to .ci/verified. .ci/run then skips the part until its paths change. Commit that
 # file.
 test-all:
 	@.ci/run all
@@ -99,7 +99,7 @@ test-fast: $(DONE) $(ENGINE_DONE) $(SOURCES_DONE) $(VERIFIERS_DONE) $(TRACKERS_D
 test-learn: $(DONE) $(VERIFIERS_DONE) $(OCR_DONE)
 	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) $(SHARE) $(if $(RECORD),--record) | sed --unbuffered 's/^/learn | /'
 
-# In parallel with --jobs=2.
+# These targets run in parallel with --jobs=2.
 test-exhaustive: exhaustive-runs exhaustive-ranks
 
 exhaustive-runs: $(DONE)
@@ -108,21 +108,21 @@ exhaustive-runs: $(DONE)
 exhaustive-ranks: $(DONE)
 	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/ranks | /'
 
-# The Python part of Transformer Engine (1 MB), without the compiled part, which has no wheel. It is kept out of the
-# environment, where Megatron would assume that it is complete.
+# Transformer Engine's Python sources (1 MB), without the compiled part, which has no wheel. They are kept out of the
+# environment, because Megatron would take them for a complete installation.
 $(ENGINE_DONE): $(DONE) $(CONTAINER)
 	rm -rf $(VENV)/transformer-engine
 	$(PIP) --target $(VENV)/transformer-engine --requirement <(grep '^transformer-engine==' $(CONTAINER))
 	@touch $(ENGINE_DONE)
 
-# The Python files of vLLM's wheels for GPUs (60 MB), without the compiled parts: downloads 660 MB.
+# The Python files of vLLM's GPU wheels (60 MB), without the compiled parts. This downloads 660 MB.
 $(SOURCES_DONE): $(DONE) $(SOURCES) tools/environment/sources.py
 	rm -rf $(VENV)/gpu-sources
 	$(RUN) tools/environment/sources.py $(SOURCES) $(VENV)/gpu-sources
 	@touch $(SOURCES_DONE)
 
-# verifiers needs other package versions than vLLM. pip compiles bytecode, because each verifiers process imports 3,000
-# files.
+# verifiers has its own environment, because it needs other package versions than vLLM. pip compiles bytecode, because
+# each verifiers process imports 3,000 files.
 $(VERIFIERS_DONE): $(DONE) $(VERIFIERS)
 	rm -rf $(VENV)/verifiers
 	$(PIP) --target $(VENV)/verifiers --requirement $(VERIFIERS)
@@ -154,8 +154,8 @@ test-sandbox: $(DONE)
 	tools/environment/system.sh bwrap:bubblewrap setpriv:util-linux
 	@$(RUN) -m pytest tests/sandbox --numprocesses=2 $(SLOWEST) | sed --unbuffered 's/^/sandbox | /'
 
-# Simulates the machines of a cluster with namespaces, and runs Slurm, which requires root. Each test file has its own
-# machines, and mostly waits.
+# Emulates the machines of a cluster with namespaces and runs Slurm, which requires root. Test files run in parallel,
+# because each has its own machines and mostly waits.
 test-cluster: $(DONE)
 	$(CLUSTER_PACKAGES)
 	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=3 $(BY_FILE) --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
@@ -165,7 +165,7 @@ test-browser: $(DONE)
 	tools/environment/system.sh chromium:chromium
 	@$(BEHIND) $(RUN) -m pytest tests/browser $(SLOWEST) | sed --unbuffered 's/^/browser | /'
 
-# Lost nodes, and jobs with 20 and 51 seeded faults. Run it after changes to fault tolerance.
+# Tests the loss of nodes, and jobs with 20 and 51 seeded faults. Run it after changes to fault tolerance.
 soak: $(DONE)
 	$(CLUSTER_PACKAGES)
 	@$(RUN) -m pytest tests/cluster -m exhaustive --capture=no

@@ -101,7 +101,7 @@ def step(
     """Collect rollouts, train on them, and sync the weights. Return the step's metrics. Afterwards, the engines' weight
     version equals the step number. Rollouts that the queue has started for later steps continue in the meantime, except
     on engines that share devices with the trained models."""
-    workers.take_idle_shares()  # drop the idle time since the last step
+    workers.take_idle_shares()  # discard the idle time before this step
     watch, number, trained = context.stopwatch(), context.state.step, workers.trained
     file = context.folder.rollouts(number)
     rollouts = collect_rollouts(config, workers, number, queue, file, watch, context.saver.commit)

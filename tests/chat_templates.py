@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 MERGES = ("Ċ Ċ", "Ġ Ġ", "e r", "< |", "Ċ <", "T O")
-"""Merges of the tokenizers: line breaks and brackets, so that text could be merged across message boundaries."""
+"""Merges of the tokenizers. Those of line breaks and brackets could merge text across message boundaries."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from megarl.run.diagnosis.plain import load_plain
 
 TOLERANCE = 1e-5
 LOSS_FLOOR = 1e-6
-"""Smallest absolute tolerance of a loss, whose terms are about 1 and may cancel: eight times float32's precision."""
+"""Minimum absolute tolerance of a loss, whose terms are about 1 and may cancel: eight times the float32 epsilon."""
 FACTOR = 8
-"""Tolerance relative to the float32 reference's error. That error is a single draw, and we sum in another order."""
+"""Tolerance relative to the error of the float32 reference, which is a single draw and has another summation order."""
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
@@ -98,7 +98,7 @@ def assert_close(actual: Tensors, exact: Tensors, plain: Tensors, what: str) -> 
     """Compare tensors by name with the reference in float64 and float32."""
     missing = exact.keys() - actual.keys() - {"lm_head.weight"}
     assert not missing, missing
-    # A router's bias has no gradient, and a tied head is the embedding.
+    # Compare common names: a router's bias has no gradient, and a tied head is the embedding.
     worst = {name: relative_error(actual[name], exact[name]) for name in actual.keys() & exact.keys()}
     name, largest = max(worst, key=worst.get), limit(exact, plain)
     assert worst[name] <= largest, f"{what} of {name}: {worst[name]:.2e}, limit {largest:.2e}"

@@ -21,7 +21,7 @@ from tests.children import Children
 settings.register_profile("megarl", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("megarl")
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background job; tests interrupt their children
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; tests interrupt children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write the results of learning runs into the documentation")
 
 
-@pytest.hookimpl(trylast=True)  # after -m has deselected tests
+@pytest.hookimpl(trylast=True)  # run after -m has deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if part := config.getoption("--part"):
         first, number = map(int, part.split("/"))
@@ -48,7 +48,7 @@ def _units(items: list[pytest.Item]) -> list[list[pytest.Item]]:
     return list(units.values())
 
 
-gc.disable()  # during collection: garbage collection would take a quarter of the import time
+gc.disable()  # while tests are collected, garbage collection would take a quarter of the import time
 
 
 def pytest_collection_finish() -> None:

@@ -214,7 +214,7 @@ def trained(sample: Sample) -> list[int]:
 
 
 AVERAGE, GREEDY = 0.4, {"0": 0.5, "1": 1.0, "2": 0.0}
-"""Baselines of some estimators: the mean reward of earlier steps, and each prompt's reward of a greedy response."""
+"""Mean reward of earlier steps, and reward of the greedy response to each prompt: the baselines of some estimators."""
 
 
 class EstimatorCase(NamedTuple):

@@ -40,7 +40,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwarg
             inputs = (sender, finished, path, rank, world_size, function, args, kwargs)
             ranks.append(context.Process(target=_rank, args=inputs))
             ranks[-1].start()
-            sender.close()  # the pipe then ends with the process
+            sender.close()  # so that the pipe closes when the process exits
             receivers[receiver] = rank
         failures = []
         try:
@@ -48,12 +48,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **kwarg
                 answered = wait([*receivers], timeout=QUIET_S if failures else RANKS_S)
                 if not answered:
                     assert failures, f"ranks {sorted(receivers.values())} did not answer within {RANKS_S} s"
-                    break  # others wait for the failed rank
+                    break  # do not wait for the others, which wait for the failed rank
                 for receiver in answered:
                     rank = receivers.pop(receiver)
                     try:
                         succeeded, results[rank] = pickle.loads(receiver.recv_bytes())
-                    except EOFError:  # a killed process closes its connections before this pipe
+                    except EOFError:  # other ranks may notice the closed connections of a killed one first
                         ranks[rank].join(timeout=WAIT_S)
                         failures.insert(0, f"rank {rank} ended with exit code {ranks[rank].exitcode}")
                         continue
@@ -83,7 +83,7 @@ def _rank(
         outcome = (True, function(dist.FileStore(path, world_size), rank, *args, **kwargs))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    sender.send_bytes(pickle.dumps(outcome))  # a plain pickle: torch's shared memory would vanish with this process
+    sender.send_bytes(pickle.dumps(outcome))  # not torch's pickler, whose shared memory ends with this process
     if outcome[0]:
         finished.wait(RANKS_S)
     os._exit(0)  # skip the exit handlers inherited from the parent

@@ -11,10 +11,10 @@ from tests.closeness import relative_error
 
 TOKENS, HIDDEN, VOCAB, PADDED = 6, 8, 43, 48
 CASES = list(itertools.product((False, True), repeat=3))
-"""Whether there are temperatures, a bias, and candidate tokens."""
+"""Combinations of three flags: whether there are temperatures, a bias, and candidate tokens."""
 
 PAIRWISE = [case for case in CASES if sum(case) % 2 == 0]
-"""Cases in which each pair of these occurs in all combinations."""
+"""Cases that cover all combinations of each pair of flags."""
 
 
 def check(dtype: torch.dtype, has_scale: bool, has_bias: bool, has_candidates: bool, device: str = "cpu") -> None:

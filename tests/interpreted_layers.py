@@ -11,7 +11,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SWIGLU_SHAPES = [(1, 1), (7, 1, 17), (5, 40), (0, 4)]
 SWIGLU_CLAMPS = [None, (1.5, 2.0)]
 ROTATIONS = [(2, 8, 8, 1.0), (5, 12, 12, 1.5), (9, 16, 6, 1.0)]
-"""Number of heads, channels, rotated channels, and the factor of cosines and sines."""
+"""Numbers of heads, of channels and of rotated channels, and the factor of cosines and sines."""
 
 
 def check_swiglu(

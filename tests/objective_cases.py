@@ -56,7 +56,7 @@ LAYOUTS = {
     "CP2, padded": ("{cp: 2}", 128, dict(shares_prompts=False, document_multiple=CONTEXT)),
     "EP2": ("{dp: 2, ep: 2}", 128, {}),
 }
-"""actor.layout, tokens per microbatch, and overrides of the layout's Packing."""
+"""Name -> actor.layout, tokens per microbatch, and overrides of the layout's Packing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,7 +343,7 @@ class World:
         if case.reported is not None:
             name, divergence = case.reported
             divergences = [divergence(r) for r in responses]
-            once = "_sequence_" in name  # the same value on every token of a sample
+            once = "_sequence_" in name  # these divergences have the same value on all tokens of a sample
             expected_metrics[name] = (
                 torch.stack([d.mean() for d in divergences]).mean() if once else torch.cat(divergences).mean()
             )

@@ -41,7 +41,7 @@ from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expect
 from tests.grpo_reference import GrpoReference
 from tests.paths import BASE
 
-LR, EPS, TEMPERATURE = 1e-3, 1e-5, 0.8  # eps is larger than usual, so that near-zero gradients do not amplify noise
+LR, EPS, TEMPERATURE = 1e-3, 1e-5, 0.8  # a large eps, so that Adam does not amplify noise in near-zero gradients
 
 Group = list[tuple[Sample, float]]
 """The samples of one prompt with their rewards."""
@@ -102,7 +102,7 @@ def random_groups(seed: int) -> list[Group]:
             n = [1, 16, 7, source.randrange(2, 16)][k]
             mask = tuple(source.random() < 0.8 for _ in range(n)) if k else (True,)
             mask = (False,) * n if (i, k) == (1, 2) else mask
-            # Not the padding token: transformers gives its embedding no gradient.
+            # Exclude the padding token, for whose embedding transformers computes no gradient.
             ids = tuple(source.randrange(1, 100) for _ in range(n))
             sample = Sample(f"{i}.{k}", prompt, ids, (-1.0,) * n, mask, (VersionRun(0, n),), "stop", "")
             group.append((sample, source.choice([0.0, 0.5, 1.0]) if k else 1.0 + i))
@@ -290,7 +290,7 @@ def plain_outcome(reference: GrpoReference, updates: list[list[Group]], kl_coeff
     for groups in updates:
         loss, gradients, norm = reference.update(groups, kl_coefficient, clip_norm=1.0)
     weights = reference.model.state_dict()
-    # transformers stacks the experts; a checkpoint has separate tensors.
+    # Separate the experts as in a checkpoint, because transformers stacks them.
     gradients, weights = (
         separate_experts(revert_weight_conversion(reference.model, tensors)) for tensors in (gradients, weights)
     )

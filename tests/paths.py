@@ -13,6 +13,5 @@ OCR = ROOT / ".venv" / "ocr"
 TRANSFORMER_ENGINE = ROOT / ".venv" / "transformer-engine"
 """Transformer Engine's Python sources, unpacked by the make targets that need them."""
 GPU_SOURCES = ROOT / ".venv" / "gpu-sources"
-"""The Python files of packages for GPUs, such as each supported vLLM release, unpacked by the make targets that need
-them."""
+"""Python files of GPU packages, including each supported vLLM release, unpacked by the make targets that need them."""
 GPU_SOURCES_LOCK = ROOT / "tools" / "environment" / "gpu-sources.lock"

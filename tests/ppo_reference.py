@@ -33,7 +33,7 @@ class PpoSettings:
     length_alpha: float | None = None
     """VAPO's α: the policy's λ is 1 − 1 / (α · response length)."""
     critic_lr: float | None = None
-    """null means `lr`."""
+    """Learning rate of the critic; None: `lr`."""
 
 
 class PpoReference:

@@ -448,9 +448,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
 }
-"""The published configs without keys that do not affect the weights (rotary scaling). The configs of DeepSeek-V3 and
-GLM also lack the MTP layer, and those of DeepSeek-V3, Kimi K2 and gpt-oss lack the quantization. GLM-4.5 and GLM-4.7
-have the same weight shapes as GLM-4.6. The configs of Qwen3.5 are those of its text models (text_config)."""
+"""The published configs, without keys that do not affect the weights, such as rotary scaling. The MTP layers of
+DeepSeek-V3 and GLM, and the quantization of DeepSeek-V3, Kimi K2 and gpt-oss, are omitted. GLM-4.5 and GLM-4.7 have the
+same weight shapes as GLM-4.6. The configs of Qwen3.5 are those of its text models (text_config)."""
 
 Z_IMAGE = dict(
     _class_name="ZImageTransformer2DModel",

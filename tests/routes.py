@@ -54,7 +54,7 @@ class Replayed:
         self.model = model
         self.routes: np.ndarray | None = None
         self.own: list[torch.Tensor] = []
-        """The experts that the routers would have chosen in the last forward pass, by layer."""
+        """The experts that the routers themselves would have chosen in the last forward pass, by layer."""
         gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
         for number, gate in enumerate(gates):
             self._replace(gate, number)

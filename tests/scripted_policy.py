@@ -72,7 +72,7 @@ class ScriptedPolicy:
         self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
     ) -> Completion:
         number, text = len(self.asked), next(self.script)
-        self.asked.append(None)  # reserve the index, as calls may overlap
+        self.asked.append(None)  # reserve the index, because calls may overlap
         await asyncio.sleep(self.delay_s)
         stopped_by = next((end for end in stop if end in text), None)
         if stopped_by is not None:

@@ -26,7 +26,7 @@ CONFIG = dict(
     cap_feat_dim=20,
     axes_dims=[8, 8, 8],
     axes_lens=[128, 16, 16],
-    t_scale=10.0,  # 1000 would amplify the rounding errors of the noise level's angles, which are float32 in diffusers
+    t_scale=10.0,  # with 1000, rounding errors of diffusers' float32 angles would be amplified
 )
 
 STABLE_DIFFUSION_3 = dict(
@@ -47,7 +47,7 @@ STABLE_DIFFUSION_3 = dict(
 )
 
 TARGETS = r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])"
-"""The modules of Z-Image that PEFT adapts."""
+"""Regular expression for the modules of Z-Image that get adapters from PEFT."""
 
 SIZES = (
     # The first image and both captions need padding, and the documents have different sizes.
@@ -87,7 +87,7 @@ class TinyDenoiser:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name and ".linear." in name:
-                    parameter.sub_(1.0)  # a modulation, not a norm
+                    parameter.sub_(1.0)  # a modulation despite its name
         return model
 
     def load(self, folder: Path) -> torch.nn.Module:
@@ -122,7 +122,7 @@ class TinyZImage(TinyDenoiser):
 
 
 class TinyStableDiffusion3(TinyDenoiser):
-    largest_sigma = 0.02  # as with t_scale, because this model always multiplies noise levels by 1000
+    largest_sigma = 0.02  # small for the same reason as t_scale: this model always multiplies noise levels by 1000
 
     def velocities(self, model: Any, documents: Sequence[Document]) -> list[torch.Tensor]:
         """Return the velocities of diffusers' class, which takes 1000 · σ, of one document after the other."""

@@ -17,7 +17,7 @@ from megarl.models.families import TRANSFORMERS_TYPES
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD_ID, EOS_ID = 0, 1
-# Ċ and Ġ are newline and space in byte-level BPE.
+# In byte-level BPE, Ċ is a newline and Ġ a space.
 CHARACTERS = "ĊĠ" + string.digits + string.ascii_letters + string.punctuation
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -113,7 +113,7 @@ def add_mtp_layer(folder: Path) -> Path:
         layer[f"{new}{name}.weight"] = zero + 0.1 * torch.randn(hidden, generator=generator)
     count = {"num_nextn_predict_layers": 1}
     if is_qwen:
-        # Qwen3-Next's config.json does not count the layers.
+        # Qwen3-Next's config.json does not contain the number of MTP layers.
         count = {} if config["model_type"] == "qwen3_next" else {"mtp_num_hidden_layers": 1}
     else:
         layer[new + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -153,7 +153,7 @@ def write_eagle_draft(
         tensors[f"{layer}{name}.weight"] = 1 + noisy(hidden, scale=0.1)
     for name in ("q_proj", "k_proj", "v_proj"):
         tensors[f"{layer}self_attn.{name}.weight"] = noisy(hidden, 2 * hidden)
-        # Rotary embeddings rotate this bias by the distance of two tokens, so that their product falls with it.
+        # Rotary embeddings rotate these biases, so that attention scores fall with the distance between tokens.
         tensors[f"{layer}self_attn.{name}.bias"] = torch.full((hidden,), 0.0 if name == "v_proj" else 6.0)
     tensors[f"{layer}self_attn.v_proj.weight"][:, :hidden] += torch.eye(hidden)
     tensors[f"{layer}self_attn.o_proj.weight"] = torch.eye(hidden) + noisy(hidden, hidden)

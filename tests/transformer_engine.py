@@ -38,7 +38,7 @@ def install() -> None:
     )
     assert "megatron" not in sys.modules
     sys.path.insert(0, str(TRANSFORMER_ENGINE))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not load CUDA libraries
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # prevents loading CUDA libraries
     sys.modules["transformer_engine_torch"] = _empty_module("transformer_engine_torch", COMPILED)
     sys.modules |= {name: _empty_module(name, {}) for name in ("onnx", "onnxscript")}
     import transformer_engine.common
@@ -61,7 +61,7 @@ def install() -> None:
     _replace(permutation, "moe_unpermute", _unpermute)
     _replace(permutation, "moe_sort_chunks_by_index", _sort_chunks)
     _replace(permutation, "moe_sort_chunks_by_index_with_probs", _sort_chunks_with_probs)
-    _replace(flex_attention, "_validate_device", lambda **_: None)  # it rejects backward passes on CPU
+    _replace(flex_attention, "_validate_device", lambda **_: None)  # FlexAttention rejects backward passes on CPU
     _replace(distributed, "_get_cuda_rng_state", lambda **_: torch.get_rng_state())
     _replace(distributed, "_set_cuda_rng_state", lambda new_state, **_: torch.set_rng_state(new_state))
     TransformerEngineBaseModule.__init__ = _as_on_cuda(TransformerEngineBaseModule.__init__)

@@ -54,7 +54,7 @@ def main() -> None:
     from megarl.core import device
     from megarl.megatron.model import layer_spec
 
-    layer_spec.uses_transformer_engine = lambda: True  # before other modules import the name
+    layer_spec.uses_transformer_engine = lambda: True  # patch it before other modules import the name
     device.capability = lambda: (10, 0)
     import pytest
     import torch.distributed as dist

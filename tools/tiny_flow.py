@@ -37,15 +37,15 @@ TEMPLATE = (
 
 PATCH, CAPTION_DIM, FONT_SIZE = 4, 64, 15
 SHIFT = 3.0
-"""Shift of the noise levels, in training as in the scheduler."""
+"""Shift of the noise levels, in training and in the scheduler."""
 
 WRONG, EMPTY = 0.4, 0.1
-"""Fractions of images with the caption of a random number, and with an empty caption, which guidance needs."""
+"""Fraction of images with a random number as caption, and fraction with an empty caption, which guidance needs."""
 
 BATCH, STEPS, WARMUP_STEPS, LEARNING_RATE, AVERAGING = 32, 600, 30, 3e-3, 0.02
 
 CONSTANT = 32.0
-"""Value of the VAE's constant channels, large compared with the pixel values."""
+"""Value of the VAE's constant channels. It is large compared with the pixel values."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -97,4 +97,4 @@ def wilson(share: float, draws: float) -> tuple[float, float]:
     center = (share + Z * Z / (2 * draws)) / (1 + Z * Z / draws)
     half = Z / (1 + Z * Z / draws) * math.sqrt(share * (1 - share) / draws + Z * Z / (4 * draws * draws))
     low, high = max(0.0, center - half), min(1.0, center + half)
-    return min(share, low), max(share, high)  # contains the proportion despite rounding
+    return min(share, low), max(share, high)  # despite rounding errors, the interval must contain the proportion

@@ -64,8 +64,8 @@ STEP_KLS: Mapping[str, str] = {
     "gaussian": "mean((μ − μ_ref)²) / (2·s²), the exact KL",
     "velocity": "mean((v − v_ref)²)",
 }
-"""Estimator -> formula of the KL of denoising steps, a function of velocities. Both are means over elements. Estimates
-from log-probs are not offered, because the exact KL has no variance."""
+"""Estimator -> formula of the KL of a denoising step, computed from velocities and averaged over elements. Estimators
+that use log-probs are not offered, because they have a variance, unlike these formulas."""
 
 
 def usual_estimator(placement: str, level: str) -> str:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_LOG_RATIO = 20.0
-"""Upper bound on log-ratios. A larger ratio would dominate all other tokens in an update. Beyond 88, exp overflows
-float32, and a single infinity turns all gradients into NaN (0 · ∞), even where a clip has stopped the gradient."""
+"""Upper bound on log-ratios. A token with a larger ratio would dominate the update. Beyond 88, exp overflows float32,
+and a single infinity turns all gradients into NaN (0 · ∞), even for tokens whose clipped loss has no gradient."""
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:

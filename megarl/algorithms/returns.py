@@ -62,5 +62,5 @@ def sum_of_sample(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Te
 def same_sample(row_sample: torch.Tensor, distance: int) -> torch.Tensor:
     """Return bool [N]: whether the row `distance` positions later exists and belongs to the same sample."""
     same = row_sample == row_sample.roll(-distance)
-    same[-distance:] = False  # these rows have wrapped around
+    same[-distance:] = False  # roll compares these rows with the first ones
     return same

@@ -44,7 +44,7 @@ LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 Signature = tuple[Callable[..., object], int, Parameters]
-"""A function with the number of its positional arguments and its keyword arguments."""
+"""A function, the number of its positional arguments, and its keyword arguments."""
 
 
 def defaults(parameters: Parameters) -> dict[str, Option]:

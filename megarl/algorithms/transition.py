@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 TransitionKind = Literal["flow", "dance", "cps"]
 
 StepWeight = Literal["none", "deviation", "inverse_interval"]
-"""Weight of a denoising step's loss: 1, s / mean(s), or 1/Δ."""
+"""Weight of a denoising step's loss: 1, s / mean(s) with the step's standard deviation s, or 1/Δσ."""
 
 
 class Transition(NamedTuple):

@@ -23,7 +23,7 @@ def explained_variance(
     """Return 1 − Var[R − V] / Var[R]: 1 for a perfect critic, 0 for a constant one, negative for a worse one. None if
     all returns are equal. The residual is R − V."""
     variance = return_square_mean - return_mean**2
-    if variance <= 1e-9 * return_square_mean:  # within rounding error
+    if variance <= 1e-9 * return_square_mean:  # zero up to rounding errors
         return None
     return 1 - (residual_square_mean - residual_mean**2) / variance
 

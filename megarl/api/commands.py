@@ -34,7 +34,7 @@ INTERRUPTED = 130
 """Exit status of a command that was interrupted."""
 
 MAX_LINES = 50
-"""Number of output lines in the error message for a command that fails without printing an error."""
+"""Maximum number of output lines to quote if a command fails without printing an error."""
 
 OnStep = Callable[[int, dict[str, float]], object]
 OnCheckpoint = Callable[[int, Path], object]
@@ -196,7 +196,7 @@ def _run(*arguments: str, quiet: bool, handle: Callable[[Mapping[str, Any]], Non
                 errors="replace",
                 pass_fds=[writer],
                 env={**os.environ, VARIABLE: str(writer), "PYTHONUNBUFFERED": "1"},
-                process_group=0,  # Ctrl-C in a terminal reaches only this process, which forwards it
+                process_group=0,  # this process alone receives Ctrl-C from a terminal and forwards it
             )
         finally:
             os.close(writer)

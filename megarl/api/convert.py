@@ -165,10 +165,10 @@ def prepare_process() -> None:
     # Importing Megatron emits warnings about optional packages, which conversions do not use.
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Allocate tensors in huge pages, because page faults would take longer than filling the tensors. torch reads this
-    # variable once.
+    # Allocate tensors in huge pages, because page faults of small pages would take longer than filling the tensors.
+    # torch reads this variable only once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Hide the GPUs, because conversions run on the CPU. They then use no GPU memory, and Megatron loads no compiler.
+    # Hide the GPUs, because conversions run on the CPU. This avoids CUDA contexts, and Megatron skips its compiler.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

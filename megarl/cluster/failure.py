@@ -42,7 +42,7 @@ def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
 
 
 def is_loss(error: Exception | None) -> bool:
-    """Return whether the error reports a lost process: one that died, or that Ray killed because memory ran low."""
+    """Return whether the error reports a lost process, which has died or was killed by Ray because memory ran low."""
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
@@ -68,7 +68,7 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, OutOfMemoryError):
         return f" was killed by Ray before the machine ran out of memory: {lines[0]}"
     if isinstance(error, RayActorError):
-        # The traceback of a constructor error is not in any log.
+        # Quote a constructor error, because no log contains its traceback.
         return f" did not start: {lines[-1]}" if error.actor_init_failed else " died"
     return f": {type(origin).__name__}: {lines[0]}"
 

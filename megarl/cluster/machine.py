@@ -42,7 +42,8 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
     trained = models.trained(config)
     reward, draft = (None if path is None else read_config(path) for path in (models.reward_model, models.draft))
     num_gpus, spans = device.num_gpus(), device_spans(config)
-    # Nodes have equal loads except where a model begins or ends. gpus_suffice reports missing GPUs.
+    # Check this node's GPUs and those where a model begins or ends, because all other nodes have the same load as this
+    # one. gpus_suffice reports missing GPUs.
     ends = {end for span in spans.values() for end in (span.start, span.stop - 1)}
     for gpu in sorted(ends.union(range(num_gpus)).intersection(spans[ENGINE])):
         policy = policy_hf_config(config, models.hf_config)
@@ -58,7 +59,7 @@ def check_host_memory(config: Config, models: ModelFolders) -> None:
 
 
 def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
-    """Return the host memory in bytes that the run holds at all times, by purpose."""
+    """Return the host memory in bytes that the run uses at all times, by purpose."""
     draft = None if models.draft is None else read_config(models.draft)
     held = Models.of(models.trained(config), lora=config.actor.adapters, draft=draft)
     return min_host_bytes(config, held, ModelParameters(policy_hf_config(config, models.hf_config)))
@@ -131,7 +132,7 @@ def gpus_suffice(config: Config) -> str | None:
 
 
 def parameters_can_move(config: Config) -> str | None:
-    """Reject offloading the actor's parameters without GPUs, because the engines then read them from host memory."""
+    """Reject offloading the actor's parameters on CPU, because the engines then read them from host memory."""
     if "parameters" not in config.actor.offload:
         return None
     return (

@@ -31,7 +31,7 @@ ANY_PORT = 9
 
 
 def own_name() -> str:
-    """Return this node's name: the name that Slurm assigned in a Slurm job, otherwise the host name."""
+    """Return this node's name: in a Slurm job, the one that Slurm assigned, otherwise the host name."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 

@@ -8,7 +8,7 @@ from megarl.config.schema import Config
 from megarl.models.huggingface import Experts
 
 FLOOR_MIB = 256
-"""Space for objects other than samples: refit plans, checksums and call results."""
+"""Space in MiB for objects other than samples: refit plans, checksums and call results."""
 
 ID_BYTES = 4
 LOGPROB_BYTES = 4
@@ -18,7 +18,7 @@ OFFSET_BYTES = 4
 """Bytes per token for the offset to its candidate tokens, with rollout.top_k."""
 
 TEXT_BYTES = 6
-"""Assumed upper bound on the mean UTF-8 bytes in a token's text: four or five in English, similar in Chinese."""
+"""Assumed upper bound on the mean number of UTF-8 bytes per token. English has four to five, Chinese about as many."""
 
 RGB_BYTES, PIXEL_BYTES = 3, 4
 """Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
@@ -37,7 +37,7 @@ def object_store_mib(config: Config, experts: Experts | None) -> int:
     disk if the store is full. `experts` are the actor's experts, if any; samples may carry the routes to them."""
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
-    # Evaluation sets without a known size are ignored.
+    # Sets whose size is not configured count as empty.
     evaluated = [(settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets]
     at_once = max(num_samples(config), num_ahead(config) + max(evaluated, default=0))
     return FLOOR_MIB + math.ceil(at_once * sample_bytes(config, experts) / 2**20)

@@ -46,7 +46,7 @@ class Pending(Generic[T]):
         self.unfinished = {ref: name for name, ref in calls.items()}
         self.errors: dict[str, Exception] = {}
         self._answers: dict[str, Any] = {}
-        """Return values of finished calls, cached because every read from Ray takes as long as the first one."""
+        """Return values of finished calls, cached because each read from Ray takes equally long."""
         self.session, self._calls = session, tuple(calls)
         self._steps: list[Callable[[Any], Any]] = []
         """Functions that convert the return values into the result, applied in order."""
@@ -93,7 +93,7 @@ class Pending(Generic[T]):
         return {name for name in self.may_fail if is_loss(self.errors.get(name))}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
-        """Record the return values or errors of this Pending's calls that are in `ended`."""
+        """Record the return values or errors of those of this Pending's calls that are in `ended`."""
         for ref in [ref for ref in self.unfinished if ref in ended]:
             name = self.unfinished.pop(ref)
             value, error = outcome(ref)
@@ -127,7 +127,7 @@ def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
 
 
 def first(pendings: Sequence[Pending[T]], meanwhile: Callable[[], object] | None = None) -> Pending[T]:
-    """Wait until one of these is ready, and return the first ready one in the list. See Pending.result."""
+    """Wait until one of the Pendings is ready, and return the first one in the list that is. See Pending.result."""
     while True:
         for pending in pendings:
             if pending.advance():

@@ -77,7 +77,7 @@ class Process:
         return {VISIBLE: ",".join(names[gpu] for gpu in numbers)}
 
     def hold(self, holders: Sequence[Holder]) -> list[Holder]:
-        """Return a holder for each rank of every part, with its node and GPU filled in."""
+        """Return a holder for each rank of every part, with the rank's node and GPU."""
         places = [(part.node.number, gpu if part.on_gpus else None) for part in self.parts for gpu in part.devices]
         pairs = zip(holders, places, strict=True)
         return [replace(holder, node=node, device=device) for holder, (node, device) in pairs]
@@ -103,7 +103,7 @@ class Placement:
         return (group for group in (*ranks, self.environments, self.rewards) if group)
 
     def describe(self) -> str:
-        """Return a line with the roles and, for several nodes, a line per node with its processes."""
+        """Return a line with the roles and, with several nodes, a line with the processes of each node."""
         line = ", ".join(f"{len(g)} {g[0].describe()}{_where(_parts(g))}" for g in self.groups)
         if len(self.nodes) == 1:
             return line
@@ -134,7 +134,7 @@ def place(
         is_engine = isinstance(settings, RewardModel) and settings.engine == "vllm"
         if is_engine:
             return processes(role, settings.layout.tp, settings.threads)
-        # A GPU rank's host operations are so short that synchronizing several threads slows them down.
+        # Host operations of a GPU rank are so short that synchronizing several threads would slow them down.
         updates_on_host = settings.megatron_overrides.optimizer.get("optimizer_cpu_offload", False)
         return processes(role, 1, settings.threads or (1 if on_gpus and not updates_on_host else None))
 
@@ -168,7 +168,7 @@ def place(
 
 
 def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
-    """Return the nodes with `gpus` GPUs each. None: each node has a device for each rank in its equal share."""
+    """Return the nodes, each with `gpus` GPUs. None: each node has a device for each rank in its equal share."""
     devices = gpus or devices_per_node(config)
     return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(config.cluster.nodes))
 

@@ -26,8 +26,8 @@ from megarl.core.metrics import Metric
 from megarl.core.partners import keepers
 
 MAX_REPLACEMENTS = 4
-"""Maximum number of replacements per step. A further loss ends the attempt, because the step itself is the likely
-cause."""
+"""Maximum number of replacements per step. After that, another loss ends the attempt, because the step itself is the
+likely cause."""
 
 
 class Recovery:
@@ -58,7 +58,7 @@ class Recovery:
         self._lacks_copy = False
         """Whether shared memory was full after the latest step, so that there is no copy of its state."""
         self.disconnect: list[Callable[[], None]] = []
-        """Callbacks that make other processes release the old ranks' GPU memory, which otherwise outlives the ranks."""
+        """Callbacks that make other processes close their mappings of the old ranks' GPU memory, which frees it."""
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts for attempts at a task until one of them completes. If ranks are lost in an attempt, they are
@@ -79,8 +79,8 @@ class Recovery:
             yield attempt()
 
     def fits(self) -> bool:
-        """Return whether copies take at most half of the free shared memory on every node. If they do not, print a note
-        at the first call, and never replace ranks."""
+        """Return whether copies take at most half of the free shared memory on every node. Otherwise, print a note at
+        the first call and never replace ranks."""
         if self._fits is None:
             self._fits = self._has_room(lambda _: (), "the loss of a rank ends the attempt. Fix: enlarge /dev/shm")
         if self._fits and self._kept_copies_fit is None and self._session.members.spare_nodes():
@@ -91,7 +91,7 @@ class Recovery:
         return self._fits
 
     def keepers(self, group: TrainerGroup) -> Sequence[int]:
-        """Return the rank that keeps a copy of each rank's state on another node. Empty if no spare node could use the
+        """Return the rank that keeps a copy of each rank's state on another node; empty if no spare node could use the
         copies, or if they do not fit."""
         return keepers(group.nodes) if self._kept_copies_fit and self._session.members.spare_nodes() else ()
 
@@ -175,7 +175,7 @@ class Recovery:
         for role, group in self._groups.items():
             group.launch()
             restored.append(group.start().then(lambda _, group=group: self._restore(group)))
-            if self._sharing[role] and group.offloads:  # before the next model on these devices loads its state
+            if self._sharing[role] and group.offloads:  # free the devices before the next model loads its state
                 join(restored).result()
                 group.offload(PARTS).result()
         join(restored).result()

@@ -51,12 +51,12 @@ class Refit:
         self._rendezvous: Rendezvous | None = None
         """Rendezvous for the plan's senders and receivers; None if the plan sends nothing."""
         self.weights: dict[str, Any] = {}
-        """Digests of the weights in the last refit, as JSON values (see SyncVerifier.summarize), and the number of
-        engines that received them."""
+        """Digests of the weights in the latest refit (see SyncVerifier.summarize) and number of engines that received
+        the weights, as JSON values."""
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
         self._version: int | None = None
-        """Version of the latest refit."""
+        """Weight version of the latest refit."""
 
     def run(self, version: int, rate: float = 0.0) -> dict[str, Metric]:
         """Write the weights into every engine in place, label them `version`, and return metrics. `rate` is the mean
@@ -65,7 +65,7 @@ class Refit:
         self._engines.rejoin_restarted("refit")
         if self._quantizes or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()
-        # If a refit runs again after the loss of a rank, the updates before it must not be counted twice.
+        # A refit that is repeated after the loss of a rank must not count the preceding updates a second time.
         rate, self._version = (0.0 if version == self._version else rate), version
         expected = None if self._verifier is None else self._verifier.expect(regions(self._engines.holders), rate)
         while True:

@@ -12,8 +12,9 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 STARTS, START_S = 3, 300.0
-"""How often a node tries to start Ray, and for how many seconds each time. Ray itself gives up after 30 s, too soon for
-a busy node, and has no option to change that. The raylet has similar limits for its agents, after which it exits."""
+"""Number of attempts to start Ray on a node, and the timeout of each in seconds. Ray's own timeout of 30 s is too short
+for a busy node and cannot be configured. Several attempts are needed, because the raylet exits if its agents exceed
+similar timeouts."""
 
 
 def adapt_node() -> None:
@@ -29,7 +30,8 @@ def _disable_unused_services() -> None:
     """
     Node.start_monitor = Node.start_log_monitor = Node.start_api_server = lambda *_, **__: None
     missing = ImportError("megarl runs Ray without its dashboard")
-    ray._private.utils.get_dashboard_dependency_error = lambda: missing  # as if only Ray's core were installed
+    # Ray then behaves as if its optional packages were not installed.
+    ray._private.utils.get_dashboard_dependency_error = lambda: missing
 
 
 def _started_again(start: Any) -> Any:
@@ -42,7 +44,8 @@ def _started_again(start: Any) -> Any:
             try:
                 return start(node, copy.deepcopy(ray_params), *args, **kwargs)
             except Exception as error:
-                node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)  # it ends its agents
+                # Kill gracefully, so that the raylet ends its agents.
+                node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
                 if number == STARTS:
                     raise
                 print(f"Ray did not start on this node, trying again: {error}", flush=True)

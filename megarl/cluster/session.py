@@ -43,8 +43,8 @@ SETTLE_S = 3.0
 """Seconds after the first failure in which other calls may also fail. The cause is among these failures."""
 
 CAUSE_S = 30.0
-"""Maximum time in seconds to wait for the cause of an error that is only a consequence, such as a closed connection. A
-lost engine first ends its other ranks, and Ray then notices its exit."""
+"""Maximum time in seconds to wait for the cause if all known errors are consequences, such as closed connections. An
+engine that lost a rank takes several seconds to end its other ranks, and only then reports the loss."""
 
 CHECK_S = 5.0
 """Interval in seconds at which idle processes are pinged during a wait."""
@@ -88,8 +88,8 @@ class Session:
         self.trace = Trace(self.logs)
         logging.getLogger("ray").setLevel(logging.ERROR)  # hide advice for cluster administrators
         os.environ.update(
-            RAY_AUTH_TOKEN=secrets.token_hex(32),  # otherwise Ray keeps a token in the home folder
-            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
+            RAY_AUTH_TOKEN=secrets.token_hex(32),  # otherwise Ray would write a token to the home folder
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # else Ray would hide the GPUs that the placement assigns
         )
         adapt_node()
         if config.cluster.nodes > 1:
@@ -97,8 +97,8 @@ class Session:
             print(f"node {own_name()}: {address} ({interface_of(address)})", flush=True)
         else:
             address = LOOPBACK
-            ray_constants.ENABLE_RAY_CLUSTER = False  # otherwise Ray replaces a loopback address
-        # Everything else listens on Ray's address for this node, or on its interface.
+            ray_constants.ENABLE_RAY_CLUSTER = False  # otherwise Ray would replace the loopback address
+        # All other sockets of the run also use this node's Ray address, or its network interface.
         os.environ.update(socket_environment(address))
         terminate = signal.getsignal(signal.SIGTERM)
         store_bytes = object_store_bytes(config, routed)
@@ -121,7 +121,7 @@ class Session:
                     "enable_metrics_collection": False,
                 },
             )
-        except Exception as error:  # Ray has no class of its own for this
+        except Exception as error:  # Ray does not define a class for this error
             raise RunFailure(
                 f"Ray did not start on node {own_name()} in {STARTS} attempts: {error} Fix: correct this, or reduce "
                 "the node's load"
@@ -137,7 +137,7 @@ class Session:
             assert rendezvous is not None, "a multi-node run has a rendezvous folder"
             self._rendezvous = NodeRendezvous(rendezvous)
             with ExitStack() as stack:
-                stack.push(self.__exit__)  # if nodes are missing, Ray is shut down as at the end of a run
+                stack.push(self.__exit__)  # if nodes are missing, shut Ray down as after a run
                 self._gather(self._rendezvous, config, store_bytes)
                 stack.pop_all()
 
@@ -180,7 +180,7 @@ class Session:
         if kind is not KeyboardInterrupt:
             ray.shutdown()
         if self._rendezvous is not None:
-            self._rendezvous.withdraw()  # last: a node that leaves while Ray runs counts as lost
+            self._rendezvous.withdraw()  # last, because a node that leaves while Ray runs counts as lost
 
     def watch(self, actors: Mapping[str, ActorHandle], are_replaceable: bool = False) -> None:
         """Make every subsequent wait fail if any of these processes is lost, including waits for other processes. If
@@ -256,7 +256,7 @@ class Session:
         if not (failed := self._failed()):
             return
         all_errors = [error for pending in self._pending for error in pending.errors.values()]
-        # Processes that were connected to a lost node, or read its object store, may notice the loss first.
+        # Processes that communicate with a lost node, or read its object store, may fail before Ray notices the loss.
         users = any(rank(error) == 0 for error in all_errors)
         lost = self.members.lost(0.0 if users else NODE_LOSS_S)
         if len(self.members) > 1 and not lost and not users:
@@ -320,8 +320,8 @@ class Session:
         return sorted(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
 
     def _settle(self, wanted: Pending) -> None:
-        """Record the errors that occur shortly after the first one, and the lost processes that no call has noticed.
-        One of them is the cause. Does not return if Ray itself is lost."""
+        """Record the errors that follow shortly after the first one, and lost processes that no call has noticed. One
+        of them is the cause. Does not return if Ray itself is lost."""
         failing = [pending for pending in self._pending if pending.errors and not pending.lost]
         names = {name for pending in failing for name in pending.errors}
         # The ranks of a model fail together, and the cause is among them. Other processes may run much longer.
@@ -331,7 +331,7 @@ class Session:
         failed = {name for pending in self._pending for name in pending.errors}
         wanted.errors |= self._lost({*self._watched, *self._replaceable}.difference(failed))
         if any(is_loss(error) for pending in self._pending for error in pending.errors.values()):
-            # When a raylet exits, its actors exit first.
+            # The actors of a raylet exit before the raylet itself: wait, and check whether Ray is lost.
             time.sleep(1.0)
             self._watchdog.check()
 

@@ -43,7 +43,7 @@ class SyncVerifier:
         self._compute, self._verify, self._frozen = compute, verify, frozen
         self._sampled: dict[Region, int] = {}
         self._known: dict[Region, int] | None = None
-        """Checksums for all regions as of the last change to the sample; None: not computed."""
+        """Checksums of all regions when the sample last changed; None: not computed."""
         self._movement = 0.0
         """Sum of the steps' mean learning rates since the last change to the sample."""
         self._compared: dict[str, list[Region]] = {}
@@ -95,7 +95,8 @@ class SyncVerifier:
         """If the sampled elements are unchanged, check the others: the sampled ones may have no gradient."""
         self._movement += rate
         # AdamW changes an element by up to the learning rate, and rounding to bfloat16 may lose this change. Once the
-        # expected total change in the sample is 1, hundreds of elements change: their last digit is about 1/1000.
+        # changes add up to 1 over the sample, hundreds of elements have changed, because bfloat16 values of typical
+        # weights are about 1/1000 apart.
         if self._movement * sum(num_elements(region.rectangle) for region in self._sampled) < 1:
             return
         values = _values(self._compute(regions), regions)

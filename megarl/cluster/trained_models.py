@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.megatron.offload import Part
 
 UNREAD: tuple[Part, ...] = ("gradients", "optimizer")
-"""The parts that a refit does not read."""
+"""The parts of a model's state that a refit does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class TrainedModels:
         sharing: Mapping[Role, Collection[Role]],
         checkpoint: Checkpoint | None,
     ) -> TrainedModels:
-        """Return the models, whose ranks are replaced if cluster.replace_ranks is set. `checkpoint` is the checkpoint
+        """Return the models. Their ranks are replaced if cluster.replace_ranks is set. `checkpoint` is the checkpoint
         from which the run resumed, if any."""
         if not config.cluster.replace_ranks:
             return cls(groups, sharing)
@@ -91,7 +91,7 @@ class TrainedModels:
                     running[other].result()
             self.offload_others(role)
             group = self.groups[role]
-            # A rank runs one call at a time, so the task starts after onload.
+            # A rank runs its calls in order, so the task starts after onload.
             onload = [group.onload(parts)] if group.offloads.intersection(parts) else []
             running[role] = join([*onload, task()]).then(lambda results: results[-1])
         return {role: pending.result() for role, pending in running.items()}
@@ -101,7 +101,8 @@ class TrainedModels:
         join([self.groups[other].offload(PARTS) for other in self.sharing[role]]).result()
 
     def stage_actor_for_sync(self) -> None:
-        """Load the actor's weights and offload gradients and optimizers, because the engines wake up for the refit."""
+        """Load the actor's weights, and offload gradients and optimizers to make room for the engines, which wake up
+        for the refit."""
         self.offload_others("actor")
         groups = [group for group in self.groups.values() if group.offloads.intersection(UNREAD)]
         offload = join([group.offload(UNREAD) for group in groups])

@@ -79,8 +79,8 @@ class Workers:
         return offloaded
 
     def switch_to_scoring(self, is_last: bool) -> None:
-        """Put the engines to sleep after a sampling round if a reward model shares their devices. `is_last`: whether a
-        refit follows before the engines sample again."""
+        """Put the engines to sleep after a sampling round if a reward model shares their devices. `is_last`: whether
+        the engines are refitted before they sample again."""
         if self.rewards_share_devices:
             self._suspend(keeps_weights=not is_last)
 
@@ -148,7 +148,7 @@ def launch_workers(
         engines = engine_group(config)(session, config, models.actor, placement.engines)
         starting["engines"] = engines.start()
         if config.is_colocated and device.on_cuda():
-            _await_starts(starting, elapsed)  # sleeping engines free memory on shared devices for the models
+            _await_starts(starting, elapsed)  # sleeping engines leave memory to the models on shared devices
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
     rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
@@ -161,7 +161,7 @@ def launch_workers(
     trained = TrainedModels.of(session, config, groups, sharing(config), checkpoint)
     for role, group in groups.items():
         starting[role.replace("_", " ")] = _start_trained(group, checkpoint)
-        if trained.sharing[role] and group.offloads:  # before the next model on these devices loads its state
+        if trained.sharing[role] and group.offloads:  # free the devices before the next model loads its state
             _await_starts(starting, elapsed)
             group.offload(PARTS).result()
     _await_starts(starting, elapsed)

@@ -21,7 +21,7 @@ from megarl.core.user_file import is_in_file
 
 if TYPE_CHECKING:
     KLEstimatorName = Aggregation = str
-else:  # type checkers do not evaluate tables
+else:  # type checkers cannot evaluate these tables
     KLEstimatorName, Aggregation = Literal[(*KL_ESTIMATORS, *STEP_KLS)], Literal[tuple(AGGREGATIONS)]
 
 

@@ -71,8 +71,8 @@ FREE = (
     "checkpoint.*",
     "cluster.*",
 )
-"""Patterns for keys that may change, because they affect where, when and how long a run computes, but not what it
-optimizes. run.steps may change learning rates, so `check_continues` compares them."""
+"""Patterns of keys that may change on resume, because they affect where, when and how long a run computes, but not what
+it optimizes. run.steps may change learning rates, so `check_continues` compares the rates."""
 
 
 ALLOWABLE = (
@@ -108,12 +108,11 @@ ALLOWABLE = (
     "implicit_reward.success_above",
     "sandbox.*",
 )
-"""Patterns for keys that may change if run.allow_changes lists them. They affect results, but not which
-models a run has or what a checkpoint contains. Adam's betas and eps are not in the list, because a checkpoint restores
-them."""
+"""Patterns of keys that may change if run.allow_changes lists them. They affect results, but neither which models a run
+has nor what a checkpoint contains. Adam's betas and eps are excluded, because a checkpoint restores them."""
 
 NEVER = ("algorithm.advantage.estimator", "algorithm.objective.name")
-"""Keys that match a pattern in ALLOWABLE but never change, because they select the models of a run."""
+"""Keys that match a pattern in ALLOWABLE but must not change, because they select the models of a run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ def _num_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
 def _reason(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
         return f"character U+{error.character:04X} is not allowed in YAML. Fix: write it as an escape in double quotes"
-    if type(error) is yaml.MarkedYAMLError and error.problem is not None:  # raised in this module, with a remedy
+    if type(error) is yaml.MarkedYAMLError and error.problem is not None:  # raised here, with a remedy
         return error.problem
     parts = (error.context, error.problem) if isinstance(error, yaml.MarkedYAMLError) else (str(error),)
     return f"{', '.join(part for part in parts if part)}. Fix: correct the YAML syntax"

@@ -33,7 +33,7 @@ OPTIONAL = (
 """Sections that are off by default. The value null restores the defaults."""
 
 OVERRIDES = "overrides"
-"""Origin that error messages name for values passed through the Python API."""
+"""Origin, in error messages, of values that were passed through the Python API."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """KEY=VALUE strings, or a mapping of dotted keys to values."""

@@ -150,7 +150,7 @@ def code_files(values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 
 def _join(folder: Path, path: str) -> str:
     """Return the absolute path, without `..` unless it follows a symlink."""
-    if "\0" in path:  # reported when the file is opened
+    if "\0" in path:  # opening the file raises an error
         return path
     joined = os.path.join(folder, os.path.expanduser(path))
     plain = os.path.normpath(joined)

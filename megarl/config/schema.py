@@ -169,7 +169,7 @@ class Config(Section):
     @property
     def prompts_ahead(self) -> int:
         """The number of prompts in flight beyond those for the current step."""
-        factor = Fraction(repr(self.batch.oversampling or 1 + self.rollout.max_staleness))  # exactly 11/10 for 1.1
+        factor = Fraction(repr(self.batch.oversampling or 1 + self.rollout.max_staleness))  # exact: 1.1 becomes 11/10
         return math.ceil((factor - 1) * self.batch.prompts_per_step)
 
     @property

@@ -82,7 +82,7 @@ def _missing(keys: list[Key]) -> str:
 
 def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     name, value = _dotted(detail["loc"]), detail["input"]
-    if detail["type"] == "value_error":  # raised for a user's file; the message names the key
+    if detail["type"] == "value_error":  # raised for a user's file, with a message that names the key
         return str(detail.get("ctx", {})["error"])
     if value is None and name in _REQUIRED:
         return f"{file}: {name} is required. Fix: set it to {_REQUIRED[name]}, or pass {name}=VALUE on the command line"

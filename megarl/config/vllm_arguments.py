@@ -58,8 +58,8 @@ MANAGED: dict[EngineSection, dict[str, str | None]] = {
         "spec_tokens": None,
     },
 }
-"""Arguments that megarl sets, for each section with vllm_overrides: argument -> the key that determines it, or None
-where only megarl's value gives correct samples, scores and refits."""
+"""Arguments that megarl sets, for each section with vllm_overrides: argument -> the key that determines it, or None if
+samples, scores or refits would be wrong with any other value."""
 
 ADJUSTABLE = frozenset(
     {
@@ -81,8 +81,8 @@ REFITTABLE: dict[str, tuple[Any, str]] = {
     "enable_eplb": (False, "a refit writes experts to their original ranks, but EPLB moves them"),
     "offload_group_size": (0, "vLLM would read a layer's parameters from copies that a refit does not update"),
 }
-"""Arguments in rollout.vllm_overrides -> the only value that lets a refit reach the weights that vLLM reads, and the
-effect of other values. Startup checks cannot detect this: parameters have the same names and shapes."""
+"""Arguments in rollout.vllm_overrides -> the only value with which a refit writes the weights that vLLM reads, and the
+effect of other values. Startup checks cannot detect other values, which keep the parameters' names and shapes."""
 
 
 def batched_tokens(rollout: Rollout) -> int:

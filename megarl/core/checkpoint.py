@@ -242,7 +242,7 @@ def write_synced(file: Path, text: str) -> None:
     """Write a text file and flush it to disk. If the disk is full, wait as in `retry_when_full`."""
 
     def write() -> None:
-        file.unlink(missing_ok=True)  # a link would be followed
+        file.unlink(missing_ok=True)  # do not write through a link
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()

@@ -28,4 +28,4 @@ def imports() -> Iterator[None]:
     with without_collector():
         yield
         gc.freeze()
-        atexit.register(gc.unfreeze)  # some libraries count their live objects at exit
+        atexit.register(gc.unfreeze)  # at exit, some libraries count their objects, which must not be frozen

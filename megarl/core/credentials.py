@@ -20,11 +20,11 @@ TOKEN = r"(?<!(?i:eos|bos|pad|unk|max|num|cls|sep)[_-])(?<!(?i:stop|mask)[_-])TO
 URL = re.compile(r"(://[^/\s@:]*:)(?!\$)[^/\s@]+@")
 """A URL with a password."""
 
-PATTERNS = (  # Unbounded repetitions must not overlap for different starts of a match, to keep matching linear.
+PATTERNS = (  # Matching is linear if unbounded repetitions from different starts do not overlap.
     URL,
     # Environment variable.
     re.compile(rf"\b[A-Z0-9_]*(?:{TOKEN}|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|SECRET_?KEY)={VALUE}"),
-    # The same in YAML, but not an annotated Python variable.
+    # An environment variable in YAML, as opposed to an annotated Python variable.
     re.compile(
         rf"\b[A-Z0-9_]*(?:_{TOKEN}|_SECRET|_PASSWORD|_PASSWD|API_?KEY|ACCESS_?KEY|SECRET_?KEY):[ \t]+"
         r"""(?!(?:None|null|true|false|bytes|Final|Optional)\b)["']?[A-Za-z0-9+/_.-]{4}"""

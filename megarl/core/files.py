@@ -26,8 +26,8 @@ T = TypeVar("T")
 Record = TypeVar("Record")
 
 Progress = Callable[[str, int, int], None]
-"""Progress callback. It is called with the last action ("checked", "written", "verified"), the bytes processed and the
-total bytes."""
+"""Progress callback. Its arguments are the latest action ("checked", "written", "verified"), the number of bytes
+processed and the total number of bytes."""
 
 
 MAX_DEPTH = 50
@@ -214,7 +214,7 @@ def read_record(path: Path, kind: type[Record]) -> Record:
     or a UserError if fields are missing, unknown or of the wrong type. Only the types of str, int and float
     fields are checked."""
     values, hints = read_object(path), get_type_hints(kind)
-    declared = fields(kind)  # pyright: ignore[reportArgumentType]  (a data class)
+    declared = fields(kind)  # pyright: ignore[reportArgumentType]  # a dataclass
     required = {field.name for field in declared if field.default is MISSING and field.default_factory is MISSING}
     for name in (values.keys() - hints.keys()) | (required - values.keys()):
         problem = "unknown key" if name in values else "missing key"
@@ -267,7 +267,7 @@ def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = 
 
     has_large = parse_constant is not None and _LARGE_FLOAT.search(str(text))
     try:
-        # Calling a Python function for each float makes parsing several times slower.
+        # Calling parse_float for every float would make parsing several times slower.
         value = json.loads(text, parse_constant=parse_constant, parse_float=parse_float if has_large else None)
     except RecursionError:
         raise ValueError("nested too deeply") from None

@@ -109,7 +109,7 @@ class LatentSample(HoldsArrays):
         num_trained, num_steps = len(self.steps), len(self.sigmas) - 1
         num_stored = 0 if self.is_noised else num_trained
         is_complete = (len(self.logprobs), len(self.latents)) == (num_stored, num_stored + bool(num_stored))
-        assert is_complete or not len(self.embedding.tokens), (  # the part for rewards has no embedding
+        assert is_complete or not len(self.embedding.tokens), (  # samples for reward functions have no embedding
             f"sample {self.id}: {len(self.logprobs)} log-probs and {len(self.latents)} latents for {num_trained} steps"
         )
         assert sum(run.count for run in self.versions) == num_steps, (

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 def escape_unencodable() -> None:
     """Escape characters that a terminal cannot encode, as in \\u2192, instead of raising UnicodeError."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]  a TextIOWrapper
+        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]  # it is a TextIOWrapper
 
 
 def tolerate_lost_readers() -> None:
@@ -38,9 +38,9 @@ class _Tolerant:
 
     def _give_up(self, error: OSError) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return  # later lines may fit
+            return  # keep the stream: later lines may fit
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())  # also for child processes and for the flush when this process exits
+        os.dup2(null, self._stream.fileno())  # redirects child processes and the flush at exit
         os.close(null)
 
     def __getattr__(self, name: str) -> Any:

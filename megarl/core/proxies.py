@@ -12,4 +12,4 @@ def bypass_proxies(*hosts: str) -> None:
     own servers go through the proxy, which cannot reach them."""
     present = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     listed = dict.fromkeys([*filter(None, (host.strip() for host in present.split(","))), *hosts])
-    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(listed)  # some clients read only one of them
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(listed)  # some clients read only one of the two

@@ -49,7 +49,7 @@ class TokenBatch(RowBatch):
     host_fields: ClassVar[tuple[str, ...]] = ("document_tokens", "boundaries")
 
     def validate(self) -> None:
-        RowBatch.validate(self)  # super() does not work in a dataclass with slots
+        RowBatch.validate(self)  # super() without arguments fails in a dataclass with slots
         num_tokens, num_rows = len(self.tokens), len(self.rows)
         assert tuple(self.positions.shape) == (num_tokens,), "positions and tokens differ in length"
         assert self.routes is None or len(self.routes) == num_tokens, "routes and tokens differ in length"

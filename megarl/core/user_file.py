@@ -36,7 +36,7 @@ def _load(key: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"file of {key} {path.resolve()}", path)
     assert spec is not None and spec.loader is not None, f"no loader for {path}"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module here
+    sys.modules[spec.name] = module  # dataclasses look up the module in sys.modules
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything

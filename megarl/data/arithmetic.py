@@ -42,7 +42,8 @@ def arithmetic_labels(seed: int, size: int) -> Iterator[LabelRow]:
     generator = random.Random(f"labelled arithmetic {seed}")
     for number in range(1, size + 1):
         addends = [_digit(generator) for _ in range(ADDENDS)]
-        wrong = int(generator.random() * 2 * (ADDENDS - 1))  # no step is wrong if the index is past the last step
+        # Half of the draws are past the last step, so that no step is wrong.
+        wrong = int(generator.random() * 2 * (ADDENDS - 1))
         total, steps, labels = addends[0], [], []
         for step, addend in enumerate(addends[1:]):
             before, total = total, total + addend

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MARK = "\ue000"
-"""A private-use character that stands for a response, used to find the text that a template writes around it."""
+"""A private-use character in place of a response, used to find the text that a template writes around responses."""
 
 
 def add_system_prompt(system_prompt: str | None, prompt: Content, place: str) -> Content:
@@ -121,7 +121,7 @@ def conversation(
         for longer, shorter in ((before, ids), (after, before)):
             _require_prefix(longer, shorter, number, place)
         turn = after[len(before) :]
-        # Templates may append text, such as a newline, after the EOS token. It is not sampled.
+        # Mask the text that templates append after the EOS token, such as a newline, because it is never sampled.
         ends = [place for place, token in enumerate(turn, start=1) if token == tokenizer.eos_token_id]
         mask += [False] * (len(before) - len(ids)) + [True] * (ends[-1] if ends else len(turn))
         ids = after
@@ -147,7 +147,7 @@ def response_span(text: str, marked: str, response: str) -> tuple[int, int, int]
     start, stop = len(before), len(text) - len(after)
     if not (text.startswith(before) and text.endswith(after) and text[start:stop] in response):
         return None
-    # The same text may also occur in dropped reasoning, which precedes it.
+    # Search from the end: the same text may also occur earlier, in reasoning that the template drops.
     return start, stop, response.rindex(text[start:stop])
 
 

@@ -23,8 +23,8 @@ NO_TOKEN = -1
 """Padding id in rows of `TokenBatch.candidate_ids`."""
 
 Reads = Literal["states", "tokens"]
-"""The pack position that a head reads for a response token: `states` reads the preceding token, from whose hidden state
-the token was sampled; `tokens` reads the token itself."""
+"""The position in the pack at which a head reads the hidden state for a response token: `states` is the preceding
+position, whose hidden state predicts the token; `tokens` is the token's own position."""
 
 TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
 """Per-token scores from passes and other models: field name of TokenBatch (old, …) -> sample id -> float32 [R]."""

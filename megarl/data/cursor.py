@@ -55,6 +55,6 @@ class PromptCursor:
         self._epoch, self._position = epoch, 0
         self._order = list(range(self._num_prompts))
         if self._shuffle:
-            # Sort by random(), the only method whose sequence Python keeps stable across versions.
+            # Sort by random(), because Python guarantees only its sequence across versions.
             generator = random.Random(f"epoch {self._seed} {epoch}")
             self._order.sort(key=lambda _: generator.random())

@@ -237,7 +237,7 @@ def _text_ends(
             "offsets. Fix: use a model with a tokenizer.json"
         )
     _, spans = typed.ids_and_spans(rendered, add_special_tokens=False)
-    # If a character consists of several tokens, it ends in the last of them.
+    # A character that spans several tokens ends with the last of them.
     ends = list(accumulate((last for _, last in spans), max))
     stops = [begin + stop for stop in accumulate(map(len, steps[:-1]))]
     reached = (ends[min(bisect_left(ends, stop), len(ends) - 1)] for stop in stops)

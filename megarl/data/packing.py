@@ -11,7 +11,7 @@ from megarl.core.sample import SampleRef
 from megarl.models.token_cost import TokenCost
 
 Microbatch = tuple[int, ...]
-"""Indices of samples packed together. Empty for a microbatch that only keeps ranks synchronized."""
+"""Indices of samples packed together. An empty microbatch keeps a rank in step with ranks that have more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 Units = Sequence[Sequence[int]]
-"""Indices of samples that must stay together: the samples of a unit share a microbatch. Units partition the samples."""
+"""A partition of the samples into units. The samples of a unit, given by index, are packed into one microbatch."""
 
 
 def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Microbatch]]:

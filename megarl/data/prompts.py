@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 MAX_WEIGHT = 1e100
-"""Maximum weight of a row; its reciprocal is the minimum positive weight. Beyond these limits, sums may overflow and
-products may underflow, so that no row would have a positive weight."""
+"""Maximum weight of a row; its reciprocal is the minimum positive weight. With weights outside this range, sums could
+overflow, and products could underflow to 0 for all rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_CALLS = 64
-"""Maximum number of tool calls parsed per turn. The policy receives one error message for all further calls."""
+"""Maximum number of tool calls parsed per turn. The policy receives a single error message for all others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,8 +296,8 @@ FORMATS: Mapping[str, ToolFormat] = {
     "harmony": ToolFormat(harmony.TAGS, harmony.EXAMPLE, harmony.read_calls, answer=harmony.answer),
     "tagged": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, partial(read_hermes, lists=True)),
 }
-"""Config name -> format. `tagged` is for models without a native format: a system message describes the tools, even if
-the chat template could."""
+"""Config name -> format. `tagged` is for models without a native format. It always describes the tools in a system
+message, even if the chat template supports tools."""
 
 
 def format_of(template: str) -> str | None:
@@ -307,7 +307,7 @@ def format_of(template: str) -> str | None:
         (("<tool_call>", "<function=", "<parameter="), "qwen3_coder"),
         (("<tool_call>", "<arg_key>", "<arg_value>"), "glm"),
         (("<|channel|>", "<|call|>"), "harmony"),
-        # Other formats with some of these tags are unknown.
+        # Templates with only some of the tags above have a format that megarl does not support.
         (("<function=",), None),
         (("<arg_key>",), None),
         (("<|channel|>",), None),

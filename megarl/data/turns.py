@@ -37,8 +37,8 @@ MARK = "megarlmark"
 """Text of a test message that shows whether the template renders messages with a given role."""
 
 OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|return|>", "<|end|>")
-"""Tokens that may end a turn instead of the one that the template writes. Llama 3 ends tool calls with the first one,
-and gpt-oss ends tool calls, answers and reasoning with the others."""
+"""Tokens that may end a turn instead of the one that the template writes. Llama 3 ends tool calls with the first token.
+gpt-oss ends tool calls, answers and reasoning with the other three, respectively."""
 
 USER: Message = {"role": "user", "content": "a"}
 
@@ -104,7 +104,7 @@ class ChatTokens:
             return self._with_instructions(messages)
         carried = self._carried(messages)
         special = set(self._special.values())
-        # A special token is one unit, so that none is cut.
+        # Treat each special token as a unit, so that the comparison does not split it.
         unit = re.compile("|".join([*map(re.escape, sorted(special, key=len, reverse=True)), "."]), re.DOTALL)
         texts = (self._render(carried, with_tools=with_tools)[0] or "" for with_tools in (True, False))
         description = "".join(part for part in _inserted(*map(unit.findall, texts)) if part not in special)
@@ -161,7 +161,7 @@ class ChatTokens:
         return str(text), ""
 
     def _encode(self, text: str) -> list[int]:
-        # The template has already written the beginning-of-sequence token.
+        # Do not add special tokens: the template has already written the beginning-of-sequence token.
         return self._typed.ids(text)
 
     def _suffix(self, messages: Sequence[Message], for_answer: bool = True) -> list[int] | None:

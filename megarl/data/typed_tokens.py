@@ -31,7 +31,7 @@ class TypedTokens:
         ends = [(re.escape(token[:1]), re.escape(token[1:])) for token in special if len(token) > 1]
         self._tokenizer = tokenizer
         self._typed, self._marked = (
-            # A text may already contain mark characters. They are preserved, because only the first one is removed.
+            # Only the first mark is removed, so that marks in the original text are preserved.
             re.compile("|".join(f"(?<={first}){mark}(?={MARK}*{rest})" for first, rest in ends) or "(?!)")
             for mark in ("", MARK)
         )

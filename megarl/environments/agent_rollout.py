@@ -38,7 +38,7 @@ class AgentRollout:
             self.outcome.rewards = await host.invoke("run", request.key, limit_s, task=asdict(task), **access) or {}
             self.outcome.stop_reason = session.stop_reason
         except HostFailure:
-            if session.error is None:  # otherwise an engine error made the agent fail
+            if session.error is None:  # otherwise, the cause is an engine error, raised below
                 raise
         finally:
             self._parts = await self._server.close(session)

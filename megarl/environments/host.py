@@ -26,8 +26,8 @@ from megarl.usercode.failures import kind_of
 from megarl.usercode.parent import connect, send
 
 MAX_CHARACTERS = 2**23
-"""Maximum number of characters of the messages in a response. Longer text would not fit into any context, and reading
-it would block the process that runs the rollouts."""
+"""Maximum total number of characters of the messages in a response. Longer text would not fit into any context, and
+parsing it would block the process that runs the rollouts."""
 
 CUT = "… [cut]"
 
@@ -49,7 +49,7 @@ class Host:
             return {"value": await methods[method](rollout, request)}
         except BaseException as error:  # user code may raise anything, including SystemExit
             failure, stack = f"{method} raised {type(error).__name__}: {error}", traceback.format_exception(error)
-            # The rollouts in this process share its memory limit, so another rollout may have used the memory.
+            # All rollouts in this process share one memory limit, so this one may not be the cause.
             kind = "lost" if isinstance(error, MemoryError) else kind_of(error)
             return {"failure": failure, "stack": "".join(stack), "kind": kind}
 

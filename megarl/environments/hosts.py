@@ -154,7 +154,7 @@ class HostPool:
 
     async def take(self) -> HostProcess:
         """Assign a rollout to the process that has the fewest. Replace exited and retiring processes first."""
-        await asyncio.shield(self._replace_ended())  # an aborted rollout must not leave a process half started
+        await asyncio.shield(self._replace_ended())  # shield: an aborted rollout must not leave a process half started
         host = min(self._hosts, key=lambda host: host.num_rollouts)
         host.num_rollouts += 1
         return host

@@ -154,7 +154,7 @@ class RolloutRunner:
             failure = error
         except UserError as error:  # the chat template rejected the messages
             failure = HostFailure(str(error))
-        finally:  # the environment must also be closed if the rollout was aborted or the engine was lost
+        finally:  # close the environment even if the rollout was aborted or the engine was lost
             closing_failure = await asyncio.shield(self._close(host, key, rollout.outcome))
         if failure is None and closing_failure is not None and closing_failure.kind != "lost":
             return closing_failure
@@ -242,7 +242,7 @@ class _Rollout:
             return
         messages = opening["messages"]
         if messages is None and self._runner.pool.tools and prompt.messages:
-            messages = prompt.messages  # the row's token ids do not describe the tools
+            messages = prompt.messages  # the row's token ids lack the descriptions of the tools
         if messages is not None:
             with _fails_rollout():
                 token_ids = await self._tokenize(self._tokens.begin, messages)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROOM = 4
-"""Messages longer than this many times the context length are rejected before they are rendered. Messages that
-are longer than the context may still fit, because templates may drop parts of them."""
+"""Messages with more tokens than this multiple of the context length are rejected before they are rendered. Below it,
+messages longer than the context may still fit, because templates may drop parts of them."""
 
 PART = 2**16
 """Number of characters to tokenize at a time when a long text is measured."""

@@ -134,7 +134,7 @@ class Toolbox:
             return "timed_out", f"{call.name} did not return within {self.timeout_s:g} s"
         except (ProcessLost, ServiceUnavailable):  # not caused by the policy's call, so the rollout starts over
             raise
-        except Exception as error:  # user code may raise anything, and the model should see it
+        except Exception as error:  # user code may raise anything, and the model receives the message
             return "raised", f"{call.name} raised {type(error).__name__}: {error}"
 
 

@@ -76,7 +76,7 @@ class Transcript:
             logprobs[span], mask[span] = turn.logprobs, True
             if turn.candidate_ids is not None:
                 candidates[span] = list(turn.candidate_ids)
-            if turn_start > done:  # context gets the weight version of the turn that follows it
+            if turn_start > done:  # tokens that were not sampled get the weight version of the next turn
                 versions.append(VersionRun(turn.versions[0].version, turn_start - done))
             versions += turn.versions
             done = turn_start + len(turn.token_ids)

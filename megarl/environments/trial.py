@@ -63,7 +63,7 @@ def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -
     for prompt, functions in _first_rows(config, pool, prompts):
         for response, description in _responses(config, prompt):
             if functions <= failures.keys():
-                break  # a function that hangs would take rewards.timeout_s for each response
+                break  # do not wait for rewards.timeout_s per response if functions hang
             score, failed = _try_response(config, pool, _sample(prompt, response), description)
             failures |= {name: failure for name, failure in failed.items() if name not in failures}
             rewards |= {name: part for name, part in score.parts.items() if name not in rewards | failures}
@@ -130,7 +130,7 @@ def _try_response(
         stacks[judge.NAME] = next((result.stack for result in judged if result.stack), "")
     total = scorer.score(sample, results, verdict=verdict)[0]
     if not any(score.failure for score in scores.values()):
-        scores["sum"] = total  # the weighted sum may be too large
+        scores["sum"] = total  # the weighted sum itself may fail, because it is too large
     failures = {
         name: Failure(score.failure, description, stacks.get(name, ""), score.is_infrastructure)
         for name, score in scores.items()

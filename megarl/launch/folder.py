@@ -28,9 +28,9 @@ from megarl.core.files import read_record, read_text, replace_text
 from megarl.run.folder import LAUNCH
 
 Verdict = Literal["done", "signaled", "user_error", "stalled", "infrastructure", "failed"]
-"""Outcome of an attempt: the run is complete (`done`), a signal stopped it (`signaled`), a user error occurred that
-would recur (`user_error`), the attempt did not start because earlier ones saved no checkpoint (`stalled`), a resource
-outside the run was unavailable, such as disk space (`infrastructure`), or any other failure occurred (`failed`)."""
+"""Outcome of an attempt: the run is complete (`done`), a signal stopped it (`signaled`), it hit a user error that would
+recur (`user_error`), it did not start because earlier attempts saved no checkpoint (`stalled`), an external resource
+such as disk space was unavailable (`infrastructure`), or it failed for another reason (`failed`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class JobFolder:
 
     def write_verdict(self, verdict: Verdict, cause: str, bad_nodes: Sequence[str] = ()) -> None:
         """Record the outcome of the attempt. bad_nodes: nodes to exclude from later attempts."""
-        if verdict != "stalled":  # a stalled job keeps the cause of its last real attempt
+        if verdict != "stalled":  # keep the cause of the last attempt that started
             replace_text(self.path / "cause", f"{cause}\n")
         replace_text(self.verdict, "".join(f"{line}\n" for line in (verdict, cause, *bad_nodes)))
 

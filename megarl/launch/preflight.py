@@ -65,7 +65,7 @@ def examine_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
     problems = [f"{item.name}: {item.found}; {item.fix}" for item in findings if item.name != RUN_DISK]
     remedy = "put it on the shared file system, or mount it into the container"
     missing = [named.missing_error(remedy) for named in named_files(config) if not named.exists]
-    if any(item.name == RUN_DISK for item in findings):  # all nodes share this disk, so it is not the node's problem
+    if any(item.name == RUN_DISK for item in findings):  # all nodes share this disk, so do not blame this node
         missing.append(
             f"{DISK}{config.run.folder}: the disk is full or not writable. Fix: run megarl doctor for details"
         )
@@ -87,7 +87,7 @@ def listen_for_nodes(report: NodeReport, config: Config) -> Iterator[NodeReport]
         yield replace(report, problems=[*report.problems, str(error)])
         return
     with listener:
-        listener.listen(config.cluster.nodes)  # reaching the backlog is enough; no connection needs to be accepted
+        listener.listen(config.cluster.nodes)  # peers only test that they can connect, for which the backlog suffices
         yield replace(report, address=listener.getsockname())
 
 
@@ -146,7 +146,7 @@ def find_objection(
             f"node {', '.join(silent)}: no report within {timeout_s:g} s (the node is down or cannot read the files in "
             f"{run})"
         )
-        # If only the first of many nodes reports, the file system is not shared, and other nodes would not help.
+        # If only the first of many nodes reports, the file system is not shared, so replacing nodes would not help.
         return Objection("user_error" if many and len(reporting) == 1 else "failed", cause, silent)
     common = set.intersection(*({*report.missing, *(report.problems if many else ())} for report in reports))
     if common:

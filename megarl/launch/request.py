@@ -12,8 +12,8 @@ from megarl.core.errors import UserError
 CONTAINERS = ("none", "pyxis", "enroot", "apptainer")
 
 HANDLING_S = 45
-"""Seconds of the grace period reserved for the script. It forwards the signal and requeues the job, which Slurm does
-not allow after the time limit."""
+"""Seconds of the grace period that are reserved for the job script, which forwards the signal and requeues the job.
+Slurm does not allow requeuing after the time limit."""
 
 
 @dataclass(frozen=True, slots=True)

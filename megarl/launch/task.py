@@ -33,8 +33,8 @@ from megarl.run.folder import RunFolder
 from megarl.run.time_ledger import read_ledger
 
 REPORT_TIMEOUT_S = 300.0
-"""Seconds that all nodes have to report to the first one. They may have to pull images, and network file systems may
-cache the absence of a file for a while."""
+"""Timeout in seconds for the reports of all nodes to the first one. Nodes may have to pull images, and network file
+systems may cache the absence of a report for a while."""
 
 VERDICT_S = 60.0
 """Seconds that the driver has to write its verdict after a task fails, before srun stops all tasks."""
@@ -122,7 +122,7 @@ def main(run: Path) -> int:
     member = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + REPORT_TIMEOUT_S:g}"])
     signal.signal(signal.SIGTERM, lambda *_: member.terminate())
     while (status := member.poll()) is None:
-        time.sleep(POLL_S)  # Python would handle a signal that arrives just before a blocking wait only after it
+        time.sleep(POLL_S)  # poll: a signal just before a blocking wait would be handled only after it
     if status:
         await_verdict(folder)
         if not folder.verdict.exists() and task.node in NodeRendezvous(run / NODES).lost():
@@ -180,7 +180,7 @@ def drive(task: Task, folder: JobFolder) -> int:
     )
     if objection := find_objection(reports, task.nodes, run, REPORT_TIMEOUT_S, has_run=bool(attempts.all())):
         if objection.verdict == "infrastructure":
-            attempts.begin(record)  # `stalled` also limits these attempts
+            attempts.begin(record)  # count this attempt, so that `stalled` also limits these
         return _write_verdict(folder, objection.verdict, objection.cause, objection.bad_nodes)
     attempt = attempts.begin(record)
     status, cause = _train(task, folder, attempt)

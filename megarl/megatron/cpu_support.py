@@ -32,10 +32,10 @@ def import_uncompiled() -> None:
         from megatron.core import jit
     finally:
         torch.compile = compiler
-    jit.disable_jit_fuser()  # for Megatron modules imported later
+    jit.disable_jit_fuser()  # affects Megatron modules that are imported later
 
 
-# Each module:function has a constant that names a CUDA device ("cuda") or type ("torch.cuda.FloatTensor").
+# Functions, as module:function, whose code contains "cuda" or "torch.cuda.FloatTensor" as a constant.
 DEVICE_LITERALS = (
     "pipeline_parallel.schedules:forward_backward_no_pipelining",
     "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",

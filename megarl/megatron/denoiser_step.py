@@ -16,7 +16,7 @@ from megarl.megatron.model.denoiser.model import Denoiser
 from megarl.megatron.step import schedule
 
 VelocityLoss = Callable[[Sequence[Document], Sequence[torch.Tensor]], tuple[torch.Tensor, Any]]
-"""Maps a microbatch's documents and their velocities, float32 [channels, height, width] each, to Σ w·ℓ and metrics."""
+"""Function from a microbatch's documents and velocities (float32 [channels, height, width]) to Σ w·ℓ and metrics."""
 
 
 def accumulate_gradients(
@@ -28,7 +28,7 @@ def accumulate_gradients(
     Context-parallel ranks have the same documents, compute the same loss and return the same metrics.
     `parallel.returns_results` selects one rank of each replica.
     """
-    # Undoes the division by the schedule and the data-parallel reduction, as in step.accumulate_gradients.
+    # Cancel the divisions by the schedule and by the data-parallel reduction, as in step.accumulate_gradients.
     scale = len(microbatches) * parallel_state.get_data_parallel_world_size()
 
     def compute(item: DenoiserInput, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -61,7 +61,7 @@ def _schedule(
     compute: Callable[[DenoiserInput, torch.Tensor], tuple[torch.Tensor, Any]],
     forward_only: bool,
 ) -> AbstractContextManager[Callable[[], list[Any]]]:
-    model: Denoiser = chunks[0].module  # pyright: ignore[reportAssignmentType]  # ours
+    model: Denoiser = chunks[0].module  # pyright: ignore[reportAssignmentType]  # megarl's class
     return schedule(
         chunks,
         [partial(model.prepare, documents) for documents in microbatches],

@@ -18,8 +18,8 @@ from megarl.core.errors import UserError
 from megarl.megatron.routes import model_of
 
 DEFAULTS = {"initial_loss_scale": 2.0**16, "hysteresis": 1}
-"""Our defaults for Megatron's fields. With Megatron's initial scale of 2³², about the first 16 updates would be
-skipped; with its hysteresis of 2, occasional overflows would be ignored."""
+"""megarl's defaults for fields of Megatron. With Megatron's initial scale of 2³², about the first 16 updates would be
+skipped. With its hysteresis of 2, a single overflow would not reduce the scale."""
 
 TRACKERS = {"loss_scale_updates": "growth_tracker", "loss_scale_overflows_left": "hysteresis_tracker"}
 """Checkpoint counter name -> Megatron's name for the tracker."""
@@ -49,7 +49,7 @@ class LossScale:
         """Divide the accumulated gradients by the scale."""
         if self._scaler is not None:
             for chunk in self._chunks:
-                chunk.scale_gradients(self._scaler.inv_scale)  # pyright: ignore[reportArgumentType]  # takes a tensor
+                chunk.scale_gradients(self._scaler.inv_scale)  # pyright: ignore[reportArgumentType]  # accepts a tensor
 
     def update(self, has_overflown: bool) -> None:
         if self._scaler is not None:

@@ -33,11 +33,11 @@ from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.transports.transport import view
 
 INWARD_SHARE = 1 / 6
-"""Threshold for the random share in (−½, ½). Up to it, with probability 2/3, the share scales the distance to the inner
-neighbor. It matters only for powers of two, because other weights are equally far from both neighbors."""
+"""Value of the random share in (−½, ½) up to which, with probability 2/3, the share scales the distance to the neighbor
+nearer to 0. It matters only for powers of two, because other weights are equally far from both neighbors."""
 
 CHUNK = 2**20
-"""Number of elements processed at a time. A larger number would only use more memory."""
+"""Number of elements processed at a time, which limits temporary memory. More would not be faster."""
 
 
 def rounded_parameters(
@@ -87,7 +87,7 @@ def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rec
         bits = part.to(dtype).view(torch.int16)
         outward = (bits + 1).view(dtype).float() - part  # distance to the next value away from 0
         inward = part - (bits - 1).view(dtype).float()
-        outward = outward.where(outward.isfinite(), inward)  # the successor of the largest value is infinite
+        outward = outward.where(outward.isfinite(), inward)  # above the largest finite value is infinity
         # Keep zeros: near 0 the dtype represents even tiny updates, and a 0 may be padding that has no gradient.
         is_placed = (part != 0) & part.isfinite()
         part.add_((share * outward.where(share > INWARD_SHARE, inward)).where(is_placed, 0))

@@ -32,7 +32,7 @@ class Offload:
         """`optimizer` is None for an untrained model, which has only parameters."""
         self._chunks, self._optimizer = chunks, optimizer
         self._offloaded: dict[Part, dict[int, tuple[torch.UntypedStorage, torch.Tensor | int]]] = {}
-        """Address -> offloaded storage and its bytes in host memory, or the number of bytes if they were discarded."""
+        """Address -> offloaded storage, with its copy in host memory, or with its size in bytes if it was discarded."""
         self._hosts: dict[int, torch.Tensor] = {}
         """Address -> host buffer for the storage, kept for reuse."""
 

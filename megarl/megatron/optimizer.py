@@ -26,15 +26,15 @@ WITHOUT_DECAY = ParamKey(
     name="*.bias", attr="without_decay", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1)
 )
 """Matches parameters without weight decay: explicitly marked parameters, biases and norm weights. Decay would pull norm
-weights to 0, where a norm's output vanishes."""
+weights toward 0, and with them the outputs of the norms."""
 
 DEFAULTS = (
     *("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "fp16", "loss_scale", "timers"),
     *("grad_norm_skip_threshold", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"),
     "use_layer_wise_distributed_optimizer",
 )
-"""OptimizerConfig fields on whose defaults the learning rates, loss, offload and checkpoints rely. The trainer itself
-skips steps with a non-finite gradient."""
+"""OptimizerConfig fields whose defaults megarl's learning rates, loss, offload and checkpoints require. megarl itself
+skips updates with a non-finite gradient."""
 
 
 def build_optimizer(
@@ -95,7 +95,7 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
 def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """Return the optimizer parts that hold parameters. Under some layouts, a model with experts has a second part for
     the experts. Parts without parameters are omitted."""
-    parts = optimizer.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]  # a ChainedOptimizer
+    parts = optimizer.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]  # it is a ChainedOptimizer
     return [part for part in parts if part.optimizer is not None]
 
 

@@ -21,7 +21,7 @@ def packing_of(settings: Placed, hf_config: Mapping[str, Any]) -> Packing:
     return Packing(
         token_budget=settings.tokens_per_microbatch * layout.cp,
         num_ranks=layout.dp,
-        # Multi-token prediction reads the token after each token. After a prompt, it depends on the sample.
+        # Multi-token prediction reads each token's successor, which at the end of a prompt depends on the sample.
         shares_prompts=can_share_prompts(layout.cp, is_recurrent) and not shape.trains_mtp,
         document_multiple=chunks if splits_documents(is_recurrent) else 1,
         pack_multiple=chunks * (layout.tp if layout.sequence_parallel else 1) * token_multiple(settings.fp8),

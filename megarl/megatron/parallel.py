@@ -29,7 +29,7 @@ def initialize(layout: Layout, store: Store, rank: int, seed: int, timeout_s: fl
     _subdivide(layout, distributed_timeout_minutes=timeout_s / 60)
     random_state.seed(seed)
     global _host_group
-    # torch's annotation includes an int, which only ranks outside the group receive.
+    # torch's annotation includes int, but only ranks outside the group receive one.
     _host_group = dist.new_group(backend=device.HOST_BACKEND, timeout=timeout)  # pyright: ignore[reportAssignmentType]
 
 

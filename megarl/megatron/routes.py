@@ -129,7 +129,7 @@ def install_routers(model: GPTModel, shape: ModelShape) -> None:
         layer = router.layer_number - 1  # Megatron numbers layers from 1 across all stages
         assert shape.experts is not None and shape.has_experts(layer), f"layer {layer} has no experts"
         layer_routers.append(LayerRouter(router, sum(shape.experts.layers[:layer]), shape.experts.count))
-        router.router_replay = layer_routers[-1]  # pyright: ignore[reportAttributeAccessIssue]  # duck typing
+        router.router_replay = layer_routers[-1]  # pyright: ignore[reportAttributeAccessIssue]  # has its interface
     vars(model)["layer_routers"] = layer_routers
 
 

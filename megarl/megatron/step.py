@@ -47,8 +47,8 @@ def accumulate_gradients(
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
     """Run one optimizer step unless the gradient is non-finite, in which case weights and moments are unchanged. Return
     the gradient norm before clipping. It is finite if and only if the step ran, on all ranks."""
-    # Megatron's step computes this norm again for clipping but does not check it. This costs an additional pass over
-    # the rank's gradient shard.
+    # Megatron's step computes this norm again for clipping but does not check it. The norm here costs an additional
+    # pass over the rank's gradient shard.
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if math.isfinite(grad_norm):
@@ -111,7 +111,7 @@ def _token_schedule(
 def _run_on_tokens(chunk: DistributedDataParallel, item: ModelInput) -> torch.Tensor:
     unwrapped = model_of(chunk)
     if unwrapped.post_process:
-        head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # ours
+        head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # megarl's class
         head.request = item.head  # pyright: ignore[reportArgumentType]  # Megatron declares submodules only
     with routed(unwrapped, item.routes):
         return chunk(

@@ -42,7 +42,7 @@ def with_selection(
         draw = torch.cat([torch.empty(0), *(_draw(item, epoch) for item in samples)]).to(covariances.device)
         order = spec.selection.order(covariances, draw, **objective.options(spec.selection.arguments))
         orders.append(torch.where(batch.in_loss, order, -torch.inf))
-    share = Fraction(repr(objective.option("covariance_share")))  # exact: as floats, 0.29 · 100 < 29
+    share = Fraction(repr(objective.option("covariance_share")))  # exact, because in floats 0.29 · 100 < 29
     number = max(int(share * count), 1)
     least = _kth_largest(torch.cat(orders), number)
     return [

@@ -34,7 +34,7 @@ from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.optimizer import parts_of
 
 DIFFERENCE = 1e-3
-"""Norm of the one-sided step in a central difference, relative to the norm of all parameters."""
+"""Distance of each point of a central difference from the parameters, relative to the norm of all parameters."""
 
 BACKTRACKING_FACTOR = 0.5
 """Factor by which the line search shortens a step."""

@@ -13,7 +13,7 @@ _COUNTS = {
     *("num_hidden_layers", "topk_group", "vocab_size", "full_attention_interval", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
 }
-"""Keys whose value must be a positive integer, because they have no default or are divisors."""
+"""Keys whose value must be a positive integer, because they have no default or are used as divisors."""
 
 _NUMBERS = (
     *("beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
@@ -27,7 +27,7 @@ _REQUIRED = {
     *("num_experts_per_tok", "num_local_experts", "qk_nope_head_dim", "qk_rope_head_dim", "rms_norm_eps"),
     *("routed_scaling_factor", "shared_expert_intermediate_size", "v_head_dim"),
 }
-"""Keys with a default that must not be null."""
+"""Keys that have a default and must not be null."""
 
 _OPTIONAL = {
     **{"head_dim": 1, "mtp_num_hidden_layers": 1, "num_key_value_heads": 1, "num_nextn_predict_layers": 1},

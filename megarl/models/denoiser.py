@@ -18,7 +18,7 @@ STABLE_DIFFUSION_3 = "SD3Transformer2DModel"
 """diffusers' class of the transformer of Stable Diffusion 3 and 3.5 (arXiv 2403.03206)."""
 
 TIME_CHANNELS = 256
-"""Number of cosines and sines of the noise level."""
+"""Number of channels of the noise level's sinusoidal embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,13 @@ class DenoiserShape(ModelShape):
     refiners: int
 
     token_multiple: ClassVar[int]
-    """The tokens of an image, and of a caption, are padded to a multiple of this number."""
+    """The numbers of image tokens and of caption tokens are each padded to a multiple of this."""
     pixels_per_latent: ClassVar[int] = 8
     """Height and width in pixels of one latent of the published VAE. The transformer's config.json does not contain
     it."""
     text_encoder_parameters: ClassVar[int]
     decoder_parameters: ClassVar[int] = 83_819_683
-    """Parameters of the published text encoders, and of the published VAE. They are frozen."""
+    """Numbers of parameters of the published text encoders and VAE, which are frozen."""
 
     @property
     def patch_dim(self) -> int:
@@ -112,13 +112,13 @@ class ZImageShape(DenoiserShape):
 
     token_multiple: ClassVar[int] = 32
     text_encoder_parameters: ClassVar[int] = 4_022_468_096
-    """Qwen3-4B."""
+    """Number of parameters of Qwen3-4B."""
     time_hidden: ClassVar[int] = 1024
     """Number of hidden channels in the network that embeds the noise level."""
 
     @property
     def max_caption_tokens(self) -> int:
-        # diffusers' pipeline truncates to 512. The image's position follows its caption, whose positions start at 1.
+        # diffusers truncates captions to 512 tokens. A caption's positions start at 1, and the image has the next one.
         return min(512, (self.axis_lengths[0] - 2) // self.token_multiple * self.token_multiple)
 
     def caption_tokens(self, num_tokens: float) -> int:
@@ -137,7 +137,7 @@ class ZImageShape(DenoiserShape):
                 "all_f_patch_size": list(model["all_f_patch_size"]) != [1],
                 "axes_dims": sum(model["axes_dims"]) * model["n_heads"] != model["dim"],
                 "n_kv_heads": model["n_kv_heads"] != model["n_heads"],  # diffusers ignores the key
-                "norm_eps": model["norm_eps"] != 1e-5,  # diffusers' norms of queries and keys always use 1e-5
+                "norm_eps": model["norm_eps"] != 1e-5,  # in diffusers, norms of queries and keys always use 1e-5
                 "qk_norm": not model["qk_norm"],
                 "siglip_feat_dim": model["siglip_feat_dim"] is not None,
             },
@@ -175,12 +175,12 @@ class StableDiffusion3Shape(DenoiserShape):
 
     token_multiple: ClassVar[int] = 1
     text_encoder_parameters: ClassVar[int] = 123_650_304 + 694_659_840 + 4_762_310_656
-    """CLIP-L, CLIP-G and the encoder of T5-XXL."""
+    """Numbers of parameters of CLIP-L, CLIP-G and the encoder of T5-XXL."""
     time_scale: ClassVar[float] = 1000.0
     """Factor by which the noise level is multiplied before it is embedded."""
     clip_tokens: ClassVar[int] = 77
     t5_tokens: ClassVar[int] = 256
-    """Numbers of tokens that diffusers' pipeline takes from CLIP and from T5. Shorter captions are padded."""
+    """Numbers of CLIP tokens and T5 tokens to which diffusers' pipeline pads or truncates captions."""
 
     @property
     def max_caption_tokens(self) -> int:

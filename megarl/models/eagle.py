@@ -18,8 +18,8 @@ WITHOUT_HIDDEN_STATES = ("glm4_moe", "mixtral")
 """Policy families whose class in vLLM does not return hidden states (SupportsEagle3)."""
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-"""Key of the policy's layers in front of which the draft reads the hidden states. It is in config.json or in its
-eagle_config."""
+"""Key, in config.json or its eagle_config, that lists the layers of the policy whose input hidden states the draft
+reads."""
 
 _SPECULATORS_KEYS = ("draft_vocab_size", "fc_norm", "norm_before_fc", "target_hidden_size", LAYER_IDS)
 

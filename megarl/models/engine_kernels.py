@@ -12,14 +12,14 @@ from megarl.models.huggingface import experts, latent_attention, rope_parameters
 from megarl.models.shape import ModelShape
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head dimensions of vLLM's CPU attention."""
+"""Head dimensions that vLLM's CPU attention supports."""
 
 LATENT_SIZE = 576
 """Number of channels per token in the KV cache for DeepSeek-V3's attention: 512 latent and 64 rotary channels."""
 
 EXPERTS_MULTIPLE = 32
-"""The expert kernels require a hidden size that is a multiple of this. They pad only intermediate sizes, and not those
-of gpt-oss."""
+"""vLLM's expert kernels on CPU require the hidden size to be a multiple of this. They pad intermediate sizes to such a
+multiple, except for gpt-oss."""
 
 REMEDY = "run this model on GPUs, or use a different model"
 

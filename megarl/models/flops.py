@@ -93,7 +93,7 @@ def main_layer_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: 
         return _layer_flops(shape, tokens) + _modulation_flops(shape, 4)
     dual = 2 * attention_weights(shape) * image_tokens + _attended_flops(shape, image_tokens, image_tokens)
     dual += _modulation_flops(shape, 3)
-    # The last layer does not update captions. As in diffusers, they still have queries and attention.
+    # The last layer does not update captions, but like diffusers still computes their queries and attention.
     unused = 2 * (shape.value * shape.hidden + mlp_weights(shape)) * caption_tokens + _modulation_flops(shape, 4)
     each = _layer_flops(shape, tokens) + _modulation_flops(shape, 12)
     return each + (len(shape.dual_layers) * dual - unused) / shape.num_layers

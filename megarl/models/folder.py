@@ -155,7 +155,7 @@ def default_cache() -> Path:
 
 
 PIPELINE, TRANSFORMER = "model_index.json", "transformer"
-"""A diffusers folder's list of parts, and the folder of the part that is trained."""
+"""File that lists the parts of a diffusers folder, and folder of the part that is trained."""
 
 
 def _checked(key: str, path: str, folder: Path) -> Path:
@@ -279,7 +279,7 @@ def _convert(key: str, name: str, source: Path, folder: Path) -> None:
         try:
             complete.rename(folder)
         except OSError:
-            # Another process has finished first. Its folder has the same name, so it contains the same model.
+            # If another process finished first, its folder has the same name and thus contains the same model.
             if not folder.exists():
                 raise
 

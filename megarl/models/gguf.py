@@ -18,7 +18,7 @@ def convert(source: Path, folder: Path) -> None:
 
     location = _location(source)
     AutoTokenizer.from_pretrained(**location).save_pretrained(folder)
-    # Without `dequantize`, the weights remain GGUF blocks, which cannot be saved.
+    # Dequantize, because transformers cannot save GGUF blocks.
     quantization = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, quantization_config=quantization)
     model.save_pretrained(folder)

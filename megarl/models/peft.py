@@ -58,8 +58,8 @@ HARMLESS = {
     *("lora_dropout", "megatron_core", "runtime_config", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-"""Keys of PEFT's LoraConfig that do not change the function of stored adapters: metadata, the choice of layers (the
-weights file has the same layers), dropout, and options of initializations and variants that other keys select."""
+"""Keys of PEFT's LoraConfig that do not change the function of stored adapters: metadata, the choice of layers (which
+the weights file also shows), dropout, and options of initializations and variants that other keys select."""
 
 CHECKED = {"r", "lora_alpha", "peft_type", "init_lora_weights"}
 """Keys whose values are checked one by one."""
@@ -78,8 +78,8 @@ BASE_CHANGES = {
     **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), ("subtracts the initial adapters from them", CONVERT)),
     "loftq": ("quantizes them", MERGE),
 }
-"""First part of init_lora_weights -> change to the base model's weights, and remedy. The stored adapters fit only the
-changed weights."""
+"""First part of init_lora_weights -> how the initialization changes the base model's weights, and the remedy. Stored
+adapters fit only the changed weights."""
 
 VARIANTS = {
     "bias": "the base model's biases were trained",
@@ -125,7 +125,7 @@ def check_adapter_config(folder: Path, lora: Lora) -> None:
     to be harmless is set. The message has one line per key."""
     is_of_diffusers = format_of(folder) == DIFFUSERS
     if is_of_diffusers and find_spec("safetensors") is None:
-        return  # the file contains its config, but a login node may lack the package; the run checks it at its start
+        return  # the config is in the weights file, which a login node may be unable to read; the run checks it
     content = _diffusers_config(folder) if is_of_diffusers else _peft_config(folder)
     source = DIFFUSERS.weights if is_of_diffusers else CONFIG
     lines = [

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 CONTEXT = 6
-"""Number of prompt tokens that are decoded together with a response. They are needed because some tokenizers omit the
-leading space of the first token."""
+"""Number of prompt tokens that are decoded together with a response, because some tokenizers omit the leading space of
+the first token that they decode."""
 
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
 """Text that replaces an incomplete character, for example one whose last bytes were not sampled."""
@@ -80,7 +80,7 @@ def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """Return the text of token ids exactly as the tokenizer decodes it."""
-    return tokenizer.decode(  # pyright: ignore[reportReturnType]  (only a batch of ids has a list of texts)
+    return tokenizer.decode(  # pyright: ignore[reportReturnType]  # a list only for a batch
         list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
 
@@ -109,7 +109,7 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
     for incomplete in range(1, MAX_CHARACTER_BYTES):
         if not full_text.endswith(UNDECODED):
             break
-        # Drop the tokens of the incomplete character, because some tokenizers hide even the bytes before it.
+        # Drop the tokens of the incomplete character, because with them some tokenizers omit even preceding bytes.
         full_text = text_of(response_ids[: max(0, len(response_ids) - incomplete)])
     return full_text[start:].rstrip(UNDECODED)
 

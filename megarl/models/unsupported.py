@@ -37,8 +37,8 @@ _ENGINE_VALUES = {
         "tie_word_embeddings": False,
     },
 }
-"""model_type -> keys that vLLM does not read, and the values that it assumes. For gpt-oss, it does not read layer_types
-either."""
+"""model_type -> keys that vLLM ignores, and the values that it assumes instead. For gpt-oss, vLLM also ignores
+layer_types."""
 
 _PARTIAL_ROTATION = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with rotary embeddings on only some of the channels in a head."""

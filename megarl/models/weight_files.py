@@ -67,10 +67,10 @@ STACKED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_pro
 """Suffix of a tensor that stacks all experts, [experts, rows, columns] -> the projections that its rows fuse."""
 
 MXFP4_BLOCK, MXFP4_BYTES = 32, 16
-"""Number of consecutive elements in a row with one scale in MXFP4 checkpoints, and the bytes that store them."""
+"""Number of consecutive elements of a row that share a scale in MXFP4 checkpoints, and their size in bytes."""
 
 DEQUANTIZED = "BF16"
-"""The dtype as which MXFP4 tensors are read."""
+"""The dtype to which MXFP4 tensors are dequantized."""
 
 BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
 """Suffixes of gpt-oss's stacked tensors: MXFP4 elements, uint8 [experts, rows, blocks, 16], their scales, uint8
@@ -96,7 +96,7 @@ def places(folder: Path) -> dict[str, Place]:
             continue
         shape = _stored_header(path, stored).shape
         projections, prefix = STACKED[suffix], name.removesuffix(suffix)
-        # A damaged file may claim any number of experts if they have no elements.
+        # Reject empty tensors: a damaged file could claim any number of experts without elements.
         if len(shape) != 3 or 0 in shape or shape[1] % len(projections):
             raise UserError(
                 f"{path}: {stored} has shape {list(shape)}, which is not a shape of stacked experts. "

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 64
-"""Number of tokens whose outputs are computed together. The states are updated once per chunk."""
+"""Number of tokens per chunk. The outputs of a chunk are computed together, and the state is updated once per chunk."""
 
 NORM_EPS = 1e-6
 
@@ -81,7 +81,7 @@ def gated_delta_rule(
     q, b, g = q * q.shape[-1] ** -0.5, b[..., None], g.cumsum(-1)
     # [chunks, heads, i, j]: the decay from token j to token i, zero for later tokens j.
     between = (g[..., None] - g[..., None, :]).masked_fill(chunks.is_later, -torch.inf).exp()
-    # Within a chunk, the corrections of the values form a unit lower triangular system.
+    # Within a chunk, the delta rule's corrected values solve a unit lower triangular system.
     system = ((b * k) @ k.mT * between).tril(-1)
     right = torch.cat((b * v, b * k * g.exp()[..., None]), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)

@@ -139,7 +139,7 @@ class _Tokens:
         if self.candidate_ids is None or self.all_candidates is None:
             return None
         columns = self.candidate_ids - start
-        columns = columns.where((columns >= 0) & (columns < width), width)  # `width` is a dummy column, cut off below
+        columns = columns.where((columns >= 0) & (columns < width), width)  # column `width` is cut off below
         mask = columns.new_zeros(len(columns), width + 1, dtype=torch.bool)
         return mask.scatter_(1, columns, True)[:, :width] | self.all_candidates[:, None]
 

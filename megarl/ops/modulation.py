@@ -30,7 +30,7 @@ class _Modulate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs):
         [gradient], (tokens, numbers, scale) = grad_outputs, ctx.saved_tensors
-        # A matrix product, because adding rows at an index is nondeterministic on GPU.
+        # Use a matrix product, because index_add is nondeterministic on GPU.
         documents = F.one_hot(numbers, len(scale)).T.to(gradient.dtype)
         scale_grad = documents @ (gradient * tokens)[:, 0]
         shift_grad = documents @ gradient[:, 0] if ctx.has_shift else None

@@ -87,7 +87,7 @@ def documents_of(
         device: device of the attention's inputs; by default, that of `document_tokens`.
         window: as in Documents.
     """
-    # NumPy is faster: on machines with many cores, torch's threads slow down operations on such short arrays.
+    # Use NumPy, because torch's threads slow down operations on such short arrays on machines with many cores.
     device, tokens = device or document_tokens.device, document_tokens.cpu().numpy()
     num_tokens = int(tokens.max()) + 1
     documents = np.split(tokens, boundaries[1:-1].cpu().numpy())
@@ -234,15 +234,15 @@ def packed_attention(
     v]. The number of heads is a multiple of kv heads. `sinks`, [heads], are logits that take part in each query's
     softmax without a value, as in gpt-oss."""
     value_dim = value.shape[-1]
-    # torch's fused kernels require the same head dim for q, k and v; otherwise torch materializes all scores.
+    # Pad v: unless q, k and v have the same head dim, torch skips its fused kernels and materializes all scores.
     value = F.pad(value, (0, max(0, query.shape[-1] - value_dim)))
     grouped = query.shape[1] != key.shape[1]
     uses_flash_attention = sinks is None and _uses_flash_attention(query, documents, dropout)
     if documents.are_in_order or uses_flash_attention:
-        # The kernels save their inputs for the backward pass. A view would keep the fused projection alive.
+        # Copy v: kernels save their inputs for the backward pass, and a view would keep the whole projection alive.
         value = value.contiguous()
     if uses_flash_attention:
-        from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler
+        from torch.nn.attention.varlen import varlen_attn  # a slow import: it imports torch's compiler
 
         bounds, longest = documents.boundaries, documents.longest
         before = -1 if documents.window is None else documents.window - 1
@@ -251,8 +251,8 @@ def packed_attention(
         )
         return attended[..., :value_dim]
     if not documents.are_in_order:
-        # The repeated tokens that pad a document have no gradient: nothing reads the outputs of padding queries, and no
-        # other query sees padding keys.
+        # The repeated tokens that pad a document have no gradient: outputs of padding queries are not read, and other
+        # queries do not attend to padding keys.
         query = _Take.apply(query, documents.queries, documents.outputs)
         if documents.are_separate:
             key, value = (_Take.apply(x, documents.keys, documents.outputs) for x in (key, value))

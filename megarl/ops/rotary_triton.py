@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 HEADS = 4
-"""Number of heads that a program rotates."""
+"""Number of heads that one Triton program rotates."""
 
 
 def rotate(x: torch.Tensor, angles: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _rotate(
     head = (tl.program_id(1) * heads_block + tl.arange(0, heads_block))[:, None]
     channel = tl.arange(0, half_block)[None, :]
     angle = tl.load(angles + token * angles_token + channel, mask=channel < half, other=0.0)
-    # Megatron and vLLM round cosines and sines to the dtype of the states.
+    # Like Megatron and vLLM, round cosines and sines to the dtype of the rotated states.
     cosine = (tl.cos(angle) * factor).to(out.dtype.element_ty).to(tl.float32)
     sine = (tl.sin(angle) * factor).to(out.dtype.element_ty).to(tl.float32) * direction
     inside = (head < heads) & (channel < half)

@@ -88,7 +88,8 @@ def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
     """Return two masks over blocks of queries × keys, bool [count, count] each: blocks with at least one visible pair,
     and blocks in which all pairs are visible. `ends`, int64 [T], holds the position after the last query that attends
     to each key, and `count` is the number of blocks per dimension."""
-    # Consecutive keys with the same end form a rectangle of queries × keys. Only its part up to the diagonal counts.
+    # Consecutive keys with the same end form a rectangle of queries × keys, of which the part above the diagonal is
+    # masked.
     starts = torch.cat((torch.zeros(1, dtype=torch.long), (ends.diff() != 0).nonzero()[:, 0] + 1))
     stops = torch.cat((starts[1:], torch.tensor([len(ends)])))
     begins = torch.stack((starts, starts), 1)
@@ -110,7 +111,7 @@ def _blocks_of_rows(ends: torch.Tensor, queries: torch.Tensor, keys: torch.Tenso
     first, last = first[:, None], last[:, None]
     some = (first_key <= last) & (first < last_end)
     every = (last_key <= first) & (last < first_end)
-    every[len(queries) // BLOCK :] = every[:, len(keys) // BLOCK :] = False  # partial blocks
+    every[len(queries) // BLOCK :] = every[:, len(keys) // BLOCK :] = False  # blocks cut off at the end are partial
     return some, every
 
 
@@ -131,7 +132,7 @@ def _bounds(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _covered(begins: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
     """Return the mask of cells covered by at least one rectangle, bool [count, count]. The rectangles span from
     `begins` to `ends`, both int64 [R, 2] (row, column)."""
-    begins = begins.minimum(ends)  # makes empty rectangles cover nothing
+    begins = begins.minimum(ends)  # empty rectangles must not cover anything
     steps = torch.zeros(count + 1, count + 1, dtype=torch.long)
     for (rows, columns), step in (
         ((begins[:, 0], begins[:, 1]), 1),
@@ -146,7 +147,7 @@ def _covered(begins: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tens
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the number of selected blocks in each row, int32 [1, 1, n], and each row's column indices with the
     selected blocks first, int32 [1, 1, n, n]."""
-    # The kernel requires contiguous rows.
+    # FlexAttention's kernel requires contiguous rows of indices.
     columns = blocks.int().contiguous().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
@@ -175,7 +176,7 @@ def shared_attention(
         out = attended
     else:
         out, aux = attended
-        keys_share = (aux.lse - sinks.float()[:, None]).sigmoid()  # of the softmax's sum
+        keys_share = (aux.lse - sinks.float()[:, None]).sigmoid()  # the keys' share of the softmax's denominator
         out = out * keys_share[..., None].to(out.dtype)
     return out[0].transpose(0, 1)
 

@@ -68,7 +68,7 @@ def _backward(gate_and_up, gradient, both, width, alpha, limit, clamped: tl.cons
     grad = tl.load(gradient + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     gate_factor, up_factor = grad, grad
     if clamped:
-        # Like torch's clamp, pass on the gradient at the limits.
+        # Like torch.clamp, keep the gradient at the limits.
         gate_factor = tl.where(gate > limit, 0.0, grad)
         up_factor = tl.where(tl.abs(up) > limit, 0.0, grad)
         gate, up = _clamped(gate, up, limit)

@@ -76,8 +76,8 @@ assumption."""
 
 
 HEADROOM = 0.08
-"""Default fraction of each GPU's memory that a search for layouts leaves free, because the planner's estimates have
-errors, and other libraries also allocate memory."""
+"""Default fraction of each GPU's memory that a search for layouts leaves free for estimation errors and for memory that
+the estimates do not cover."""
 
 
 @dataclass(frozen=True, slots=True)

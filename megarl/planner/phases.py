@@ -43,7 +43,7 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
             where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
             held = states[role][stage]
             resident = held if workload.is_offline else resident_states(config, role, held)
-            # An implicit reward model scores and trains in one phase. KL rewards are computed with all states loaded.
+            # All states are loaded while an implicit reward model scores and trains, and while KL rewards are computed.
             has_all = role == "implicit_reward" or (role == "actor" and config.kl_in_reward)
             in_passes = held if has_all else {"parameters": held["parameters"], **resident}
             reserve = _reserve(config, models, NAMES[role], {role: stage}, cluster.gpus_per_node)

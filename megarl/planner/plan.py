@@ -128,7 +128,7 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
             if lengths
             else log_normal_lengths(workload.response_tokens, longest, samples)
         )
-        is_own = max_staleness == config.rollout.max_staleness  # batch.oversampling applies only to this value
+        is_own = max_staleness == config.rollout.max_staleness  # batch.oversampling is set for this value only
         runs[max_staleness] = simulate(
             speeds,
             workload.prompts,

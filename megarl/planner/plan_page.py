@@ -27,10 +27,10 @@ CHARACTER = 6.6
 """Width of one label character, in pixels."""
 
 MEMORY_ROW, TIME_ROW = 48, 30
-"""Heights of a bar with its margin, in pixels."""
+"""Heights of a memory bar and of a time bar, each with its margin, in pixels."""
 
 GPU_WIDTH = 110
-"""Minimum width of a GPU in the table, in pixels. Eight GPUs and the node's name fit the page."""
+"""Minimum width of a GPU in the table, in pixels, with which eight GPUs and the node's name fit on the page."""
 
 
 def write(planned: Planned, path: Path) -> None:

@@ -196,7 +196,7 @@ class _Step:
         reading = (self.dense + self.experts * touched) / self.bandwidth
         attended = batch * mean_context(self.shape.windows, context)
         products = forward_flops(self.shape, batch, batch, attended) / self.tp / self.flops_per_second
-        caching = (attended * self.token + 2 * batch * self.state) / self.bandwidth  # a step also writes the states
+        caching = (attended * self.token + 2 * batch * self.state) / self.bandwidth  # states are read and written
         parts = {
             "engine loop": STEP_SECONDS + SEQUENCE_SECONDS * batch,
             "kernel latency": self.kernel_latency,

@@ -192,7 +192,7 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         passes = workload.passes if role == "actor" else 1
         epochs = config.epochs(settings)
         if role == "actor" and config.algorithm.trust_region.kl_limit is not None:
-            # Assume one trial pass in TRPO's line search. Each Fisher-vector product takes two forward passes and one
+            # Assume that TRPO's line search takes one pass. Each Fisher-vector product takes two forward passes and one
             # gradient.
             products = config.algorithm.trust_region.iterations
             passes, epochs = passes + 2 * products + 1, 1 + products

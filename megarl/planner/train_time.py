@@ -29,8 +29,8 @@ from megarl.planner.hardware import (
 from megarl.planner.workload import Packed, Workload
 
 HOST_ADAM_BYTES = 10e9
-"""Bytes of optimizer state per second that a rank's CPU cores can update in host memory. The value assumes that a rank
-achieves half of one eighth of the server's memory bandwidth."""
+"""Bytes of optimizer state per second that a rank's CPU cores can update in host memory. This value assumes that a rank
+achieves half of its share, an eighth, of the node's memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def _layers(
     hidden = tokens * shape.hidden * num_bytes
     mixed = sum(kind.has_experts for kind in held.layers)
     linear = sum(kind.is_linear for kind in held.layers)
-    plain = 2 * len(held.layers) - mixed  # attention and dense MLPs
+    plain = 2 * len(held.layers) - mixed  # number of attention layers and dense MLPs
     keys = shape.latent_and_position * tp if shape.latent else 2 * shape.key
     gathered = (len(held.layers) - linear) * keys
     if shape.linear is not None:

@@ -29,7 +29,7 @@ def write(run: Path, out: Path | None = None) -> Path:
     if not attempts:
         raise UserError(f"{run}: logs/{ATTEMPT.format(1)}/{FILE} contains no tasks. Fix: pass a run folder")
     out = run / "trace.json" if out is None else out
-    with replacement(out) as file:  # one event at a time: a million events take a gigabyte of memory
+    with replacement(out) as file:  # write event by event, because a million events take a gigabyte
         file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
         for number, event in enumerate(events(attempts)):
             file.write((",\n" * (number > 0) + json.dumps(event)).encode())

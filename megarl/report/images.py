@@ -13,14 +13,14 @@ from megarl.core.files import open_regular
 from megarl.rewards.rollout_images import image_path
 
 MAX_BYTES = 2**20
-"""Maximum total size of the images of a step, in bytes. Base64 adds a third."""
+"""Maximum total size of a step's image files, in bytes. Base64 in the page adds a third."""
 
 SMALL_SIDE = 128
 """Width and height in pixels below which an image is enlarged with sharp pixels."""
 
 PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 PNG_SIZE = slice(16, 20), slice(20, 24)
-"""Places of the width and the height in a PNG file."""
+"""Byte ranges of the width and of the height in a PNG file."""
 
 IMAGE, PREVIEW = "image", "preview"
 URI, IS_SMALL = "image_uri", "image_is_small"

@@ -31,7 +31,7 @@ TIMEOUT_S = 30
 """Seconds after which a silent connection is closed. Otherwise, other users of the machine could exhaust threads."""
 
 CHARTS, POINTS = "charts", "points"
-"""Keys of the hashes for a page's charts and its number of steps. The other keys are element ids and step numbers."""
+"""Keys of the hashes of a page's charts and of its number of steps. All other keys are element ids and step numbers."""
 
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
@@ -119,7 +119,7 @@ def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, ThreadingHTTPServe
     report, token = LiveReport(folder), secrets.token_urlsafe(16)
     with ThreadingHTTPServer((HOST, port), _handler(report, token)) as server:
         yield f"http://{HOST}:{server.server_address[1]}/{token}/", server
-        # The `with` statement closes the socket.
+        # The `with` statement above closes the socket.
 
 
 def _handler(report: LiveReport, token: str) -> type[BaseHTTPRequestHandler]:

@@ -30,7 +30,7 @@ from megarl.run.loggers import duration
 from megarl.run.time_ledger import TimeLedger, read_ledger
 
 GOODPUT = "goodput/"
-"""Prefix of the metrics that the section on time shows."""
+"""Prefix of the metrics in the section on the run's time."""
 
 LISTED_STEPS = 5  # maximum number of steps or line numbers in a note
 

@@ -29,7 +29,7 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
     for copy, source in transport.deliver(writes.copies):
         target = view(parameters[copy.move.destination.parameter], copy.move.destination.rectangle)
         if source is not None:
-            # copy_ would silently broadcast a source with a different shape.
+            # Check, because copy_ would silently broadcast a source of another shape.
             assert source.shape == target.shape, f"cannot copy {tuple(source.shape)} into {tuple(target.shape)}: {copy}"
             target.copy_(source)
         written += target.nbytes

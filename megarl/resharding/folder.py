@@ -70,7 +70,7 @@ def write_folder(
         return values
 
     with new_folder(out, total) as folder:
-        # Use the dtype of the embedding, the first tensor: a few small tensors may have a higher precision.
+        # Report the dtype of the first tensor, the embedding, because a few small tensors may have a higher precision.
         write_description(hf_config, next(iter(dtypes.values())), source_folder, folder)
         shards = _shards(sizes, shard_bytes)
         count = len(shards)

@@ -73,6 +73,6 @@ def save_adapters(
         file.touch()
         mode = file.stat().st_mode
         save_file(named, file, metadata=metadata)
-        file.chmod(mode)  # safetensors creates files that only the owner may read
+        file.chmod(mode)  # safetensors makes files readable only by their owner
         if not for_diffusers:
             (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -39,7 +39,7 @@ def flat_span(shape: tuple[int, ...], start: int, stop: int) -> list[Rectangle]:
         return [((start, stop),)]
     row, parts = prod(shape[1:]), []
     first, last = -(-start // row), stop // row  # complete rows
-    if first > last:  # within one row
+    if first > last:  # the range is within one row
         return _in_row(shape, last, start, stop)
     parts += _in_row(shape, first - 1, start, first * row)
     if first < last:

@@ -18,10 +18,10 @@ from megarl.resharding.transports.transport import view
 
 LARGEST = torch.finfo(getattr(torch, FP8)).max
 SMALLEST = 1e-4
-"""Lower bound of a block's largest magnitude, as in vLLM, so that a block of zeros has a nonzero scale."""
+"""Lower bound on a block's largest magnitude, as in vLLM, so that a block of zeros has a nonzero scale."""
 
 CHUNK = 2**24
-"""Number of elements that are quantized at once. Limits temporary memory to 4 bytes per element."""
+"""Number of elements to quantize at a time, which limits temporary memory (4 bytes per element)."""
 
 G = TypeVar("G", bound=Hashable)
 """A process group."""
@@ -80,7 +80,7 @@ class QuantizedCopy(Generic[G]):
         for tensor, piece in self._pieces:
             _add_largest(self._grids[tensor], view(parameters[piece.local], piece.local_rectangle), piece)
         for group, largest in self._largest.items():
-            largest.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a reduction may ignore NaN
+            largest.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # replace NaN, which a reduction may ignore
             reduce_max(largest, group)
         self._check_finite()
         for largest in self._largest.values():
@@ -105,7 +105,7 @@ class QuantizedCopy(Generic[G]):
     def _quantize(self, tensor: str, piece: Piece, values: torch.Tensor) -> None:
         target = view(self.tensors[piece.local], piece.local_rectangle)
         (first, _), (left, right) = piece.canonical_rectangle
-        # Multiply by the reciprocal, as vLLM does: dividing by the scale rounds differently.
+        # Multiply by the reciprocal as vLLM does, because division by the scale would round differently.
         factors = self._grids[tensor].reciprocal()
         columns = torch.arange(left, right, device=values.device) // BLOCK
         for start, part in _chunks(values):

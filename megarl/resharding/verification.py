@@ -19,7 +19,7 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import view
 
 CHUNK = 2**20
-"""Number of elements that are processed at once. Limits temporary memory."""
+"""Number of elements to process at a time, which limits temporary memory."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from megarl.rewards.options import checks_rows
 
-# Characters that may surround a letter: brackets, emphasis, LaTeX's \text{}. All repetitions are bounded so that
+# Characters that may surround a letter: brackets, emphasis, LaTeX's \text{}. Repetitions are bounded, so that
 # matching takes linear time.
 _BEFORE, _AFTER = r"(?:\\text\{|[\s*_(\[]){0,8}", r"[\s*_)\]}.$]{0,8}"
 _LEAD = r"\\boxed\{|<answer>|\banswer[\s*_]{0,4}(?:is|[:=])[\s*_]{0,4}:?"
-# I is also a pronoun: "the answer is I think B".
+# Do not read the pronoun as a choice: "the answer is I think B".
 _STATED = re.compile(rf"(?:(?i:{_LEAD})){_BEFORE}(?P<letter>[A-HJ-Z]|I(?! [a-z]))(?![\w'])")
 _ALONE = re.compile(rf"{_BEFORE}(?P<letter>[A-Z]){_AFTER}")
 _ANSWER = re.compile(r"\(?(?P<letter>[A-Za-z])\)?")

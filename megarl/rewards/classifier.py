@@ -88,5 +88,5 @@ class ClassifierReward:
             return range(last + 1)
         ends, stops = reading.ends, step_stops(sample.text, self._settings.step_end)
         reached = (ends[min(bisect_left(ends, stop), last)] for stop in stops)
-        # If a character consists of several tokens, use the last one.
+        # If a character spans several tokens, use the last one.
         return sorted({*(bisect_right(ends, end) - 1 for end in reached), last})

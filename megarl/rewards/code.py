@@ -61,7 +61,7 @@ def _check_tests(answer: Any, *, entry_point: str | None = None, test_setup_code
     although there is an entry point."""
     tests = _tests(answer)
     try:
-        with warnings.catch_warnings(action="ignore"):  # such as a SyntaxWarning about an escape sequence
+        with warnings.catch_warnings(action="ignore"):  # tests may contain invalid escapes
             code_tester.parse_tests(test_setup_code or "", tests, entry_point)
     except code_tester.InvalidTests as error:
         raise _invalid(str(error)) from None
@@ -132,7 +132,7 @@ async def _run_tests(provider: Provider, program: str, request: bytes) -> Finish
         answers = asyncio.create_task(programs.run([programs.python, "-c", _PROGRAM, files[1], PROGRAM]))
         answers.add_done_callback(lambda _: ends[1].shutdown(socket.SHUT_RDWR))
         finished = await tester.run([tester.python, "-c", _TESTER, files[0]], request)
-        if answers.done() and _was_killed(answers.result()):  # raises if the sandbox failed
+        if answers.done() and _was_killed(answers.result()):  # result() raises if the sandbox failed
             return answers.result()
         answers.cancel()
         return finished

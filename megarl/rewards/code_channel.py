@@ -49,7 +49,7 @@ BASES = (int, float, str, bytes, tuple, list, dict, set, frozenset)
 """Types to which instances of their subclasses are converted."""
 
 CLASSES = (*BASES, bool, bytearray, complex, range, slice, enumerate, filter, map, reversed, zip)
-"""Classes, in addition to exceptions, that are sent by name. Their instances can also be sent."""
+"""Classes that are sent by name, as exception classes are. Their instances can also be sent."""
 
 
 class ChannelError(Exception):
@@ -199,7 +199,7 @@ class Writer:
         if id(value) in self.known:
             return self.known[id(value)]
         if id(value) not in self.indices:
-            self.kept.append(value)  # so that its id is not reused
+            self.kept.append(value)  # keep it alive, so that its id is not reused
             self.add(value)
         return [self.indices[id(value)]]
 
@@ -251,10 +251,10 @@ class Writer:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return ["namedtuple", type(value).__name__, list(value._fields), self.references(value)]  # pyright: ignore
         if is_sent_by_name(value):
-            return ["builtin", value.__name__]  # pyright: ignore  (`value` is a class)
+            return ["builtin", value.__name__]  # pyright: ignore  # `value` is a class
         base = next((base for base in BASES if isinstance(value, base) and type(value) is not base), None)
         if base is not None:
-            plain = str.__str__(value) if base is str else base(value)  # pyright: ignore  (`value` is a `base`)
+            plain = str.__str__(value) if base is str else base(value)  # pyright: ignore  # `value` is an instance of `base`
             return ["same", self.reference(plain)]
         return self.peer.to_node(value)
 

@@ -89,7 +89,7 @@ class Program(Peer):
         if kind == "record":
             found = self.module.__dict__.get(arguments[1])
             record = found if isinstance(found, type) else type(arguments[1], (), {})
-            return record.__new__(record)  # pyright: ignore[reportCallIssue]  (found at run time)
+            return record.__new__(record)  # pyright: ignore[reportCallIssue]  # a class found at run time
         if kind == "module":
             return self.module
         assert kind in ("callback", "iterator")

@@ -29,7 +29,7 @@ PASSED, WRONG, INVALID = 0, 1, 2
 """Exit statuses. INVALID means that the tests themselves are at fault, regardless of the program."""
 
 NEEDS_MODULE = "the tests need a module"
-"""Beginning of a message about tests whose imports fail."""
+"""Prefix of the message for tests whose imports fail."""
 
 TESTS = "tests"
 
@@ -47,7 +47,7 @@ BINARY = (
 )
 
 ADDRESSES = ("__array_interface__", "__array_struct__", "__cuda_array_interface__")
-"""Attributes whose addresses or offsets would make NumPy and torch read this process's memory."""
+"""Attributes through which a program could pass addresses, and make NumPy and torch read the tests' own memory."""
 
 RESUMING = ("send", "throw", "next")
 """Methods of iterators that may raise StopIteration."""
@@ -141,11 +141,11 @@ class Tester(Peer):
             if (kind, values[0]) == ("operate", "__next__") or (kind == "call" and id(values[0]) in self.resuming):
                 raise
             raise RuntimeError("the program raised StopIteration") from error
-        except ImportError as error:  # also raised for a value whose type needs a missing module
+        except ImportError as error:  # also if a value's type is in a missing module
             error.is_of_program = True  # pyright: ignore[reportAttributeAccessIssue]
             raise
         except UnsendableError as error:
-            if self.has_results:  # the value may depend on them, as in `f(np.array(g()))`
+            if self.has_results:  # the value may come from the program, as in `f(np.array(g()))`
                 raise
             raise InvalidTests(str(error)) from None
 
@@ -245,7 +245,7 @@ class Names(dict):
         if name not in self.from_program:
             raise KeyError(name)
         value = getattr(self.solution, name)
-        if isinstance(value, Proxy | type):  # other values may change, so they are not cached
+        if isinstance(value, Proxy | type):  # do not cache other values, which may change
             self[name] = value
         return value
 
@@ -324,10 +324,10 @@ def run(tester, setup, tests, entry_point):
         try:
             namespace[name] = importlib.import_module(MODULE_ALIASES.get(name, name))
         except ImportError:
-            if name not in used.bound:  # otherwise the tests import it themselves, or use another object of that name
+            if name not in used.bound:  # otherwise the tests bind the name themselves
                 raise
     for name in used.loaded & namespace.from_program:
-        namespace[name]  # class bodies bypass __missing__
+        namespace[name]  # resolves the name now, because class bodies bypass __missing__
     exec(code, namespace)
 
 

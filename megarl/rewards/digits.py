@@ -12,14 +12,14 @@ from megarl.rewards.image import checked
 from megarl.rewards.options import checks_rows
 
 HEIGHT, WIDTH = 16, 12
-"""Size in pixels to which the cell of each digit is scaled before the comparison."""
+"""Size in pixels to which the image cell of each digit is scaled before it is compared."""
 
 FONT_SIZES = (14, 15)
 SHIFTS = (-1, 0, 1)
 """Font sizes, and shifts in pixels of a cell, at which a digit is recognized."""
 
 MARGIN = 0.2
-"""Width of the range of correlation differences, centered at 0, in which the image may show either of two digits."""
+"""Width of the interval around 0 in which a difference of two digits' correlations does not decide between them."""
 
 
 @functools.cache

@@ -91,8 +91,8 @@ class GroupFile:
 def write_group(folder: Path, samples: Sequence[Sample]) -> Path:
     """Write a group to a new file and return its path. The file is complete on disk when it appears. While the disk is
     full, wait as in `retry_when_full`."""
-    group: list[AnySample] = sorted(samples, key=lambda sample: _number(sample.rollout_id))  # stable in a rollout
-    data = sample_bytes([(0, 0, group)])  # the row and its version are known only to the driver
+    group: list[AnySample] = sorted(samples, key=lambda sample: _number(sample.rollout_id))  # stable within a rollout
+    data = sample_bytes([(0, 0, group)])  # only the driver knows the row and its version
     name, version = samples[0].rollout_id.rpartition(".")[0], max(newest(sample.versions) for sample in samples)
     file = folder / f"{name}-{version}-{zlib.crc32(data):08x}.safetensors"
     write_durably(file, data)

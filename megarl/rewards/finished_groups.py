@@ -27,7 +27,7 @@ class FinishedGroups:
         self._writing: dict[str, asyncio.Future[Path]] = {}
         """Writes that have started, by group name, until their samples are scored or dropped."""
         self._recording: dict[str, asyncio.Task[None]] = {}
-        """Tasks that write reward functions' results, like `_writing`."""
+        """Tasks that write the results of reward functions, by group name and for as long as in `_writing`."""
 
     def begin(self, folder: Path, version: int) -> None:
         """Write groups into this folder from now on. version: the newest weight version that a resumed run can
@@ -72,7 +72,7 @@ class FinishedGroups:
         """Wait until the groups of these samples, whose rewards are known, are written. Raise the error of a write that
         failed."""
         for name in {sample.group for sample in samples if isinstance(sample, Sample)}:
-            self._unfinished.pop(name, None)  # the group was incomplete when this process started to collect
+            self._unfinished.pop(name, None)  # this process may have started in the middle of the group
             for writes in (self._writing, self._recording):
                 if name in writes:
                     await writes.pop(name)

@@ -21,7 +21,7 @@ ROLES = (
     frozenset({*RESPONSES, *PLURAL_RESPONSES}),
     frozenset({"answer", "ground_truth", "label", "gold", "answers", "ground_truths", "labels", "golds"}),
 )
-"""Usual parameter names for the prompt, the response and the answer, in the order of megarl's arguments."""
+"""Common parameter names for the prompt, the response and the answer, in the order of megarl's arguments."""
 
 COLUMNS = {
     "data_source": "data_source",
@@ -35,7 +35,7 @@ COMPLETIONS, TOKEN_IDS = TRL = ("completions", "completion_ids")
 """Parameters that identify a function for TRL, whose remaining parameters name columns."""
 
 UNAVAILABLE = frozenset({TOKEN_IDS, "trainer_state", "log_extra", "log_metric", "environments"})
-"""Arguments that TRL passes and megarl does not."""
+"""Arguments that TRL passes to reward functions and megarl does not."""
 
 
 def refuse_foreign(name: str, function: Callable[..., Any]) -> None:

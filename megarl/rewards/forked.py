@@ -17,7 +17,7 @@ MAX_BYTES = 64
 """Maximum length of a result in bytes."""
 
 CHILD_BYTES = 2**31
-"""Maximum number of bytes that the process may allocate."""
+"""Maximum number of bytes that the forked process may allocate."""
 
 
 def in_child(function: Callable[[], float], timeout_s: float) -> float:

@@ -33,8 +33,8 @@ FUNCTIONS = {
         for suffix in ("", "h")
     ),
 }
-"""Names that a formula may contain besides variables. SymPy also accepts Python's builtins: `exec` runs text, which
-`chr` and `+` can build without quotes."""
+"""Names that a formula may contain besides variables. Other names are rejected, because SymPy would also evaluate
+builtins such as `exec`, whose argument can be built from `chr` and `+` without quotes."""
 
 
 def make_safe(factory: Any) -> None:

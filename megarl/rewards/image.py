@@ -41,7 +41,7 @@ class _ClipModel:
 
         if not (Path(path) / "config.json").is_file():
             raise ValueError(f"options.path={path!r}: has no config.json. Fix: download a CLIP model to this folder")
-        # Do not use the config's attention implementation, which could name kernels on the Hub and thus run their code.
+        # Override the config's attention implementation, which could name a kernel on the Hub and thus run its code.
         options = {"local_files_only": True, "use_safetensors": True, "attn_implementation": "sdpa"}
         self.model = CLIPModel.from_pretrained(path, **options).eval()
         self._processor = CLIPImageProcessorPil.from_pretrained(path, local_files_only=True)

@@ -11,7 +11,7 @@ from megarl.rewards.think_answer import tagged_answer
 # reasoning-gym's names for truth-tellers and liars, in pairs.
 ROLES = "knight|knave|pioneer|laggard|saint|sinner|hero|villain|angel|devil|altruist|egoist|sage|fool"
 _ROLE = re.compile(rf"\b(?:{ROLES})\b", re.IGNORECASE)
-# Matches "Zoey is a knave" in a list, in a sentence, or emphasized. Repetitions are bounded so that matching takes
+# Matches "Zoey is a knave" in a list, in a sentence, or with emphasis. Repetitions are bounded, so that matching takes
 # linear time.
 _STATEMENT = re.compile(
     rf"\b(?P<name>[A-Za-z]{{1,64}})\W{{1,8}}is\W{{1,8}}(?:an?\W{{1,8}})?(?P<role>{ROLES})\b", re.IGNORECASE

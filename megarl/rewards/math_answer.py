@@ -96,7 +96,7 @@ class MathMatch:
         for name, value in (("timeout_s", timeout_s), ("digits", digits), ("last_characters", last_characters)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"options.{name}={value!r}: must be a positive integer. Fix: use 1 or more")
-        import math_verify  # takes nearly a second, which must not count toward the first call's timeout
+        import math_verify  # takes a second, which must not count toward the timeout of the first call
         from math_verify.errors import TimeoutException
 
         parse_quickly()
@@ -105,7 +105,7 @@ class MathMatch:
         self._errors = Exception, TimeoutException
         self._verify, self._parse = math_verify.verify, math_verify.parse
         self._timeout_s, self._digits, self._last_characters = timeout_s, digits, last_characters
-        # Many samples of a prompt have the same final answer.
+        # Cache, because many samples of a prompt have the same final answer.
         self._gold = lru_cache(maxsize=1024)(self._parsed_answer)
         self._equal = lru_cache(maxsize=8192)(self._compare)
 
@@ -158,7 +158,7 @@ class MathMatch:
         except ProcessLost:
             raise
         except self._errors:
-            self._verify_parsed(gold, gold)  # raises if the answer or the verifier is at fault
+            self._verify_parsed(gold, gold)  # raises if the failure does not depend on the response
             return False
 
     def _is_same(self, gold: list[Any], text: str) -> bool:
@@ -180,7 +180,7 @@ class MathMatch:
         return parsed
 
     def _parsed(self, text: str) -> list[Any]:
-        limit: Any = self._limit()  # math-verify accepts None, but declares int
+        limit: Any = self._limit()  # declared as int, but None is allowed
         return self._parse(text, parsing_timeout=limit, raise_on_error=True)
 
     def _limit(self) -> int | None:

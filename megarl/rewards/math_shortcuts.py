@@ -20,7 +20,7 @@ _NUMBER = re.compile(
     r"|(?P<integer>0|[1-9][0-9]{0,8})"
     r")"
 )
-"""Numbers with so few digits that math-verify, which compares 15 digits, never considers different numbers equal."""
+"""Matches numbers short enough that math-verify, which compares 15 digits, never considers two different ones equal."""
 
 _TEN = r"10\s*\^\s*(?:\{\s*(?P<NAME>[+-]?[0-9]{1,4})\s*\}|(?P<NAME_digit>[0-9]))"
 _DECIMAL = re.compile(

@@ -9,8 +9,8 @@ from typing import Any
 
 from megarl.rewards.options import checks_rows
 
-# Digits with optional thousands separators, decimal part and exponent. The exponent has at most three digits.
-# Otherwise, a response such as 1e1000000000 would create a number with a billion digits.
+# Digits with optional thousands separators, decimal part and exponent. The exponent is limited to three digits,
+# because a response such as 1e1000000000 would otherwise create a number with a billion digits.
 _UNSIGNED = (
     r"(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
 )
@@ -19,7 +19,7 @@ _NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[+\-−])?(?P<numerator>{_UNSIGNE
 
 
 MAX_CHARACTERS = 10_000
-"""Maximum length of a number. Conversion takes time quadratic in the length."""
+"""Maximum length of a number in characters. The conversion takes time quadratic in the length."""
 
 
 def expected_number(answer: Any) -> Fraction:
@@ -52,5 +52,5 @@ def _value(number: re.Match[str]) -> Fraction | None:
 
 
 def _unsigned(text: str) -> Fraction:
-    # Decimal accepts any number of digits, while int rejects more than a few thousand.
+    # Use Decimal, because int rejects more than a few thousand digits.
     return Fraction(Decimal(text.replace(",", "")))

@@ -29,17 +29,17 @@ class OcrExact:
         allows all."""
         import onnxruntime  # pyright: ignore[reportMissingImports]
 
-        # Importing the package would import OpenCV, whose wheel requires graphics libraries.
+        # Do not import the package: it imports OpenCV, whose wheel requires graphics libraries.
         package = importlib.util.find_spec("rapidocr_onnxruntime")
         if package is None or package.origin is None:
             raise ModuleNotFoundError("No module named 'rapidocr_onnxruntime'", name="rapidocr_onnxruntime")
         settings = onnxruntime.SessionOptions()
-        settings.intra_op_num_threads = settings.inter_op_num_threads = 1  # the pool has a process per core
+        settings.intra_op_num_threads = settings.inter_op_num_threads = 1  # the pool already has a process per core
         model = Path(package.origin).parent / "models" / "ch_PP-OCRv4_rec_infer.onnx"
         self._session = onnxruntime.InferenceSession(str(model), settings, providers=["CPUExecutionProvider"])
         known = self._session.get_modelmeta().custom_metadata_map["character"].splitlines()
         self._characters = ["", *known, " "]
-        """Characters by class of the output. Class 0 is CTC's blank."""
+        """Character of each output class. Class 0 is CTC's blank."""
         unknown = sorted({*(characters or "")} - {*self._characters})
         if unknown:
             raise ValueError(f"options.characters={characters!r}: cannot read {unknown[0]!r}. Fix: remove it")
@@ -63,7 +63,7 @@ class OcrExact:
         pixels = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC), np.float32) / 127.5 - 1
         [scores] = self._session.run(None, {"x": pixels.transpose(2, 0, 1)[None]})
         classes = np.where(self._excluded, -np.inf, scores[0]).argmax(-1)
-        starts = np.diff(classes, prepend=0) != 0  # a character spans several positions
+        starts = np.diff(classes, prepend=0) != 0  # a character may span several positions
         return "".join(self._characters[number] for number in classes[starts])
 
 

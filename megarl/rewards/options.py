@@ -11,7 +11,7 @@ from megarl.core.errors import UserError, extra_of, install_extra
 NO_OPTIONS: Mapping[str, Any] = {}
 
 SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
-"""Leading parameters, which cannot be options, of functions that score single samples and whole batches."""
+"""Leading parameters of functions that score single samples, and of those that score batches. They are not options."""
 
 NUM_ARGUMENTS = len(SINGLE)
 

@@ -36,7 +36,7 @@ MAX_PROCESSES = 512
 """Maximum number of processes per call: far more than a function needs, far fewer than a fork bomb starts."""
 
 WATCH_S = 0.25
-"""Interval in seconds at which processes are counted. A fork bomb in Python starts a few hundred in that time."""
+"""Interval in seconds at which a call's processes are counted. A fork bomb in Python starts a few hundred in it."""
 
 
 class FunctionPool:
@@ -227,7 +227,7 @@ class FunctionPool:
         return new
 
     def _send_arguments(self, child: ChildProcess) -> None:
-        with suppress(ChildFailure):  # `_load_functions` reports it
+        with suppress(ChildFailure):  # `_load_functions` reports the failure
             child.send(self._arguments)
 
     def _load_or_replace(self, child: ChildProcess) -> tuple[ChildProcess, dict[str, Any]]:
@@ -245,7 +245,7 @@ class FunctionPool:
     def _load_functions(self, child: ChildProcess) -> dict[str, Any]:
         """Wait until the process has loaded its functions, and limit its memory. Return its first message. Raise
         UserError if loading fails."""
-        importing, limit_s = "rewards", None  # the worker's own imports have no limit
+        importing, limit_s = "rewards", None  # the timeout starts after the worker's own imports
         try:
             while "ready" not in (reply := child.receive(limit_s)):
                 if "refused" in reply:

@@ -126,7 +126,7 @@ class Reader:
     def sampled(self, sample: Sample, ends: Sequence[int]) -> list[int]:
         """Return the indices of the sampled tokens in which these prefixes of the response text end. The last offset
         maps to the last token."""
-        # Some tokenizers drop the space before the first token of a text, so decoding starts in the prompt.
+        # Start decoding in the prompt, because some tokenizers drop the space before the first token of a text.
         context, response_ids = sample.prompt.token_ids[-CONTEXT:].tolist(), sample.response_ids.tolist()
         texts = token_texts(lambda ids: text_of(self._actor_tokenizer, list(ids)), [*context, *response_ids])
         token_ends = list(accumulate(map(len, texts[len(context) :])))
@@ -162,7 +162,7 @@ class Reader:
         before, _, after = self._conversation(prompt, MARK).rpartition(MARK)
         messages = self._typed.mark(prompt.messages)
         closed, header = (render(self._tokenizer, messages, "messages", opens) for opens in (False, True))
-        # Some templates insert an empty reasoning block before MARK. The response contains its own reasoning, if any.
+        # Exclude the empty reasoning block that some templates insert: the response contains its own reasoning, if any.
         is_header = header != closed and before.startswith(header)
         return self._inserted(header if is_header else before, response, after, change)
 
@@ -204,7 +204,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], content:
 
 def reading_of(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...], issues: Issues) -> Reading:
     """Return a reading with these token ids. Only scores of tokens from index `first` on are used."""
-    # Each sample gets its own prompt, because the prompt extends to the first token whose score counts.
+    # Make a prompt per sample, because the prompt includes all tokens before the first one whose score counts.
     tokens = np.array(ids, np.int32)
     prompt, response = Prompt(sample.id, "", tokens[:first]), tokens[first:]
     n = len(response)

@@ -16,7 +16,7 @@ from megarl.usercode.failures import ProcessLost
 READS = ("tags", "response")
 
 FORMULA_S = 5.0
-"""Timeout in seconds for scoring a formula or number. The value of a short formula may have billions of digits."""
+"""Timeout in seconds for scoring a formula or number. Even the value of a short formula may have billions of digits."""
 
 KILLABLE = (*FORMULAS, "coin_flip")
 """Tasks whose verifiers compute with arbitrarily large numbers."""
@@ -60,7 +60,7 @@ class ReasoningGym:
         text, entry = self._extract(response), {"question": prompt, "answer": answer, "metadata": metadata}
         if task == "game_of_life_halting":
             return float(text == answer)
-        # This task's verifier returns min(1.0, NaN), which is 1.0.
+        # Reject NaN, for which this task's verifier returns min(1.0, NaN), which is 1.0.
         if task == "complex_arithmetic" and "nan" in (text or "").lower():
             return 0.0
         dataset = _dataset(task, json.dumps(options, sort_keys=True))

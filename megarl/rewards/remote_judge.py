@@ -21,7 +21,7 @@ REJECTIONS = (400, 413, 422)
 """HTTP status codes for requests that a server rejects because of their content or length."""
 
 PARTS = (1, 2, 4, 8)
-"""If the server rejects a question, it is repeated with the first 1/n of the response, for each of these n."""
+"""After a rejection, repeat the question with only the first 1/n of the response, for each n until one is accepted."""
 
 
 class Rejected(ValueError):
@@ -112,7 +112,7 @@ class GenerativeJudge:
             async def reward(*fields: Any) -> Rating:
                 nonlocal outage
                 async with slots:
-                    if outage is not None:  # waiting once per sample would exceed the call's time limit
+                    if outage is not None:  # waiting again for each sample would exceed the timeout
                         raise outage
                     try:
                         return await self._rate(client, *fields)
@@ -133,7 +133,7 @@ class GenerativeJudge:
                 rejection = rejection or error
                 continue
             except Unanswered as error:
-                # This raises an error if the server is at fault.
+                # Ask about an empty response, which raises an error if the server is at fault.
                 await self._ask(client, question(self._template, prompt, "", answer))
                 return Rating(WORST_RATING, {UNRATED: str(error), TRUNCATED: None})
             rated = rating(text, self._scale)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from megarl.usercode.failures import Kind
 
 Issues = Mapping[str, str | None]
-"""Problems that a response may cause, by name: a description, or None if the problem did not occur. Such a response is
-still scored. The metric reward/FUNCTION_NAME_frac is the fraction of samples with the problem."""
+"""Problem name -> description, or None if the response did not cause the problem. A response with problems is still
+scored. The metric reward/FUNCTION_PROBLEM_frac is the fraction of samples with the problem."""
 
 TRUNCATED = "truncated"
 """Issue: the input is too long for the model, which therefore reads only a part."""

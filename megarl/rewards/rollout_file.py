@@ -27,7 +27,7 @@ from megarl.rewards.rollout_images import write_images
 
 LOGPROB_DECIMALS = 4
 DENOISING_DECIMALS = 7
-"""Decimals of a denoising step's log-prob. It is a mean over elements, and objectives clip its ratio within 1e-4."""
+"""Decimals of a denoising step's log-prob, which is a mean over elements: objectives clip its ratio to within 1e-4."""
 
 ADVANTAGE_DIGITS = 6
 TOKEN_DIGITS = 4
@@ -45,10 +45,10 @@ NO_ADVANTAGE = b"null}\n"
 ROLLOUTS, ADVANTAGES = OptionalLog("rollouts"), OptionalLog("advantages")
 
 MAX_TOKENS = 800
-"""Maximum number of tokens per sample whose text is listed. Decoding more would delay the step."""
+"""Maximum number of tokens per sample whose texts are written. Decoding more would delay the step."""
 
 LONGEST_CHARACTER = 8
-"""Maximum number of tokens to decode for one character. It exceeds the number of bytes in any character."""
+"""Maximum number of tokens to decode for one character; more than a character has bytes."""
 
 TokenTexts = Callable[[Sample], "list[str] | None"]
 
@@ -98,7 +98,7 @@ def write_advantages(
     """Write advantages, keyed by sample id, into the lines of their samples. The file is replaced atomically. `details`
     contains one value per response token, keyed by sample id and name, for samples that have an advantage. If the disk
     is full, the lines stay without advantages."""
-    if path.exists():  # it is missing if its samples were dropped
+    if path.exists():  # missing if the step's samples were not written
         ADVANTAGES.attempt(path, lambda: _write_advantages(path, advantages, details), len(advantages))
 
 

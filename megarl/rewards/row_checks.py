@@ -18,7 +18,7 @@ from megarl.rewards.pool import FunctionPool, function_pool
 ROWS_PER_CALL = 256
 
 ROWS_PER_PROCESS = 2000
-"""Number of rows above which an additional process saves more time than it takes to start."""
+"""Number of rows per process. For fewer rows, a process takes longer to start than it saves."""
 
 MAX_NAMED = 3
 """Maximum number of rows that a message names."""

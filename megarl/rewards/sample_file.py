@@ -30,7 +30,7 @@ SavedGroup = tuple[int, int, list[AnySample]]
 _KINDS = CandidateIds, Conditioning, DraftCounts, Episode, LatentSample, Prompt, RolloutInfo, Sample, VersionRun
 CLASSES = {kind.__name__: kind for kind in _KINDS}
 CLASS, ARRAY, PROMPT, TUPLE, ITEMS = "__class__", "__array__", "__prompt__", "__tuple__", "__items__"
-"""Keys of an object that stands for an instance, an array, a prompt, a tuple, or a dictionary with arbitrary keys."""
+"""Key that marks a JSON object as an instance, an array, a prompt, a tuple, or a dictionary with arbitrary keys."""
 
 DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, RecursionError, OverflowError)
 """Exceptions that reading a malformed file may raise."""
@@ -38,7 +38,7 @@ DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, Assertion
 
 def save_samples(groups: Sequence[SavedGroup], file: Path) -> None:
     """Write the groups to a file."""
-    # safetensors' own function would create a file that only the owner may read.
+    # Do not use safetensors' save_file, whose files only the owner may read.
     file.write_bytes(sample_bytes(groups))
 
 

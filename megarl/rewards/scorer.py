@@ -28,7 +28,7 @@ LARGEST = 3.4e38
 overflow even float64."""
 
 ONE_TURN = (True,)
-"""Response mask of an image, which is a single turn."""
+"""Response mask of an image, which counts as a single turn."""
 
 
 class Scorer:

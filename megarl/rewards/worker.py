@@ -115,7 +115,7 @@ def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, st
     for function, columns in used_columns.items():
         for column, required in columns.items():
             required_by[column] = function if required else required_by.get(column)
-    required_by.pop(NUM_TOKENS, None)  # provided by the run, not by the data
+    required_by.pop(NUM_TOKENS, None)  # the run provides it, not the data
     return required_by
 
 

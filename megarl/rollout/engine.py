@@ -76,8 +76,8 @@ class TurnRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """Statistics for a refit in one engine worker: the bytes written into parameters, the peak size of buffers, and the
-    checksums of the worker's weights, by position in `expected`."""
+    """Statistics of a refit in one engine worker: bytes written into parameters, peak size of buffers, and checksums of
+    the worker's weights, by position in `expected`."""
 
     num_bytes: int
     staging_bytes: int
@@ -174,5 +174,6 @@ class Engine(SyncedEngine, Protocol):
         ...
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
-        """Start sampling a turn, under the same rules as `generate`. Canceling the future aborts the request."""
+        """Start sampling a turn, under the same rules as `generate`. Canceling the returned future aborts the
+        request."""
         ...

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SLOW = 1.5
-"""Slowdown relative to the fastest engine above which an engine receives fewer requests. Smaller values are noise."""
+"""Slowdown relative to the fastest engine above which an engine receives fewer requests. Smaller ones are noise."""
 
 MUCH_SLOWER = 2.0
 """Slowdown relative to the fastest engine above which idle engines restart a slow engine's prompts. At twice the time
 per token, an idle engine finishes the same work from scratch before the slow engine does."""
 
 RESTARTS = 3
-"""Maximum number of restarts per engine. If an engine fails more often, the cause is probably permanent."""
+"""Maximum number of restarts per engine. If an engine fails again after that, the cause is probably permanent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Aborted:
 
 
 def completed(results: list[T] | Aborted) -> list[T]:
-    """Return the results of a group that cannot be aborted, because its caller is waiting for it."""
+    """Return the results of a group that cannot have been aborted, because its caller is waiting for it."""
     assert not isinstance(results, Aborted), "the group was aborted while its caller was waiting for it"
     return results
 
 
 Abort = Callable[[str, Collection[str]], object]
-"""Function that aborts groups on the engine with this name. A group is named by its first rollout."""
+"""Function (engine, groups) that aborts these groups on the engine. A group is named by its first rollout."""
 
 
 class Router:
@@ -62,7 +62,7 @@ class Router:
         self._latencies: dict[str, float] = {}
         """Seconds per token for each engine, averaged over the last steps."""
         self.submissions: dict[str, Submission] = {}
-        """Unfinished submissions of a single group, by the group's first rollout. They can be aborted and moved."""
+        """Unfinished submissions of single groups, keyed by the first rollout. Only these can be aborted or moved."""
 
     def assign(self, sizes: Mapping[Any, int], excluded: Collection[str] = ()) -> dict[str, list[Any]]:
         """Assign each group to the engine that is expected to finish it first. Return groups by engine name. `sizes`
@@ -124,7 +124,7 @@ class Router:
                 abort(engine, groups)
 
     def lose(self, name: str) -> bool:
-        """Remove a lost engine. Return whether it may restart."""
+        """Remove a lost engine from the router. Return whether the engine may restart."""
         self.live.remove(name)
         self._latencies.pop(name, None)
         self.losses[name] += 1
@@ -143,7 +143,7 @@ class Submission:
         """Submit groups, each as the names of its rollouts. `abort` is a function that aborts them."""
         self._router, self.groups, self.abort = router, groups, abort
         self.name, self.engine = groups[0][0], ""
-        """Name and engine of a single group."""
+        """Name and engine of the group, if the submission has only one."""
         self.is_aborted = self.is_moving = False
         """Whether an abort was requested: to drop the groups (is_aborted), or to move them to a different engine."""
         self._results: dict[int, list[Any] | Aborted] = {}

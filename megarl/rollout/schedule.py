@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 G = TypeVar("G")
 
 WINDOW = 2
-"""A step chooses among the WINDOW · per_step oldest groups. Choosing among all groups would favor short responses;
-always taking the oldest groups would wait for the longest responses."""
+"""A step chooses among the WINDOW · per_step oldest groups. Choosing among all groups would favor short responses.
+Always taking the oldest groups would mean waiting for the longest response."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,8 +12,8 @@ Request = TypeVar("Request")
 Result = TypeVar("Result")
 
 ROUNDS_PER_STEP = 2
-"""Number of event-loop iterations between two steps: in the first, results reach the tasks that wait for them; in the
-second, these tasks forward them."""
+"""Number of event-loop iterations between two engine steps. In the first, the tasks that await results resume; in the
+second, their callers do."""
 
 PAUSE_S = 0.05
 """Seconds between checks of whether an engine that is paused or has no valid weights may step again."""
@@ -50,7 +50,7 @@ class SteppedEngine(ABC, Generic[Request, Result]):
         """Return the result of one request."""
 
     def take_work(self) -> tuple[float, int]:
-        """Return the seconds spent sampling, without pauses, and the number of steps since the last call."""
+        """Return the time spent sampling in seconds, without pauses, and the number of steps, since the last call."""
         work = self._seconds, self._num_steps
         self._seconds, self._num_steps = 0.0, 0
         return work
@@ -99,7 +99,7 @@ class SteppedEngine(ABC, Generic[Request, Result]):
                     self._seconds, self._seconds_until = self._seconds + now - self._seconds_until, now
                     self._num_steps += 1
                 await self._yield_to_callers()
-        except Exception as error:  # an error of the underlying library; re-raised for all waiting callers
+        except Exception as error:  # from the engine's library; re-raised in all waiting callers
             for future in self._futures:
                 if not future.done():
                     future.set_exception(error)
@@ -111,7 +111,7 @@ class SteppedEngine(ABC, Generic[Request, Result]):
         return self.version is not None and not self._is_paused
 
     async def _yield_to_callers(self) -> None:
-        """Let callers process the results of a step before the next step starts."""
+        """Let callers process the results of a step before the next one starts."""
         for _ in range(ROUNDS_PER_STEP):
             await asyncio.sleep(0)
         if not self._may_step:

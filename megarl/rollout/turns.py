@@ -116,15 +116,15 @@ class RemoteTurns:
                 finished, num_tokens = await self._exchange(ready, abandoned)
                 self._num_tokens.update(num_tokens)
                 for number, completion in finished.items():
-                    if number in self._sample_ids:  # otherwise an earlier error has failed the turn
+                    if number in self._sample_ids:  # otherwise, the turn has already failed
                         self._num_tokens[self._sample_ids.pop(number)] += len(completion.token_ids)
                     waiting = self._waiting.pop(number, None)
-                    if waiting is not None and not waiting.done():  # already done if its rollout was canceled
+                    if waiting is not None and not waiting.done():  # it is done if the rollout was canceled
                         waiting.set_result(completion)
                 for number in abandoned:
                     self._sample_ids.pop(number, None)
                 del self._abandoned[: len(abandoned)]
-        except Exception as error:  # an error in the engine or its process; re-raised for all waiting turns
+        except Exception as error:  # from the engine or its process; re-raised in all waiting turns
             waiting, self._waiting, self._ready = self._waiting, {}, {}
             self._abandoned.clear()
             self._sample_ids.clear()

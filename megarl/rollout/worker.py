@@ -46,7 +46,7 @@ def shapes_and_dtypes(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple
 
 def hashes(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the SHA-256 of each parameter's bytes: parameter name -> SHA-256."""
-    # torch cannot free memory that it has shared with NumPy, so a sleeping engine could not free the parameter itself.
+    # Clone, because torch cannot free memory shared with NumPy, and a sleeping engine must free its parameters.
     return {
         name: hashlib.sha256(parameter.cpu().clone().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, parameter in parameters.items()

@@ -15,7 +15,7 @@ from megarl.run.folder import LAUNCH
 ATTEMPTS = "attempts"
 
 ALLOCATED = "MEGARL_ALLOCATED"
-"""Name of the environment variable with the start of the Slurm allocation as a Unix timestamp."""
+"""Environment variable with the start of the Slurm allocation, as a Unix timestamp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Attempt:
 
 
 class Attempts:
-    """The recorded attempts of the run whose run folder is `run`."""
+    """The recorded attempts of a run, given its run folder `run`."""
 
     def __init__(self, run: Path):
         self._folder = run / LAUNCH / ATTEMPTS
@@ -62,7 +62,7 @@ class Attempts:
             replace_text(file, json.dumps(asdict(attempt)))
 
     def readable(self) -> list[tuple[Attempt, float]]:
-        """Return all attempts as `all` does, without those whose records are damaged."""
+        """Return all attempts with undamaged records, like `all`."""
         found = []
         for file in numbered(self._folder, "{}").values():
             with suppress(UserError, OSError):

@@ -60,7 +60,7 @@ def _earlier_date(config: Config) -> str | None:
 
 
 def _date_in(config: Any, path: Path) -> str | None:
-    """Return data.date in a saved config. Raise a UserError that names `path` if the config is malformed."""
+    """Return data.date from a saved config. Raise a UserError that names `path` if the config is malformed."""
     data = config.get("data", {}) if isinstance(config, dict) else None
     day = data.get("date") if isinstance(data, dict) else 0
     if not isinstance(day, str | None):

@@ -24,11 +24,11 @@ ADAM_STATES = 3
 """Number of float32 values per trained parameter: the main weight and AdamW's two moments."""
 
 ENTRY_BYTES = 1900
-"""Metadata bytes per saved tensor part: its names, shape and checksum in the file and in the index."""
+"""Bytes of metadata per saved part of a tensor: names, shape and checksum, in the file and in the index."""
 
 CUTS = 3
-"""Number of extra parts of a matrix if a rank's range ends within a row. The matrix is then saved in four parts: the
-rows before, the two parts of that row, and the rows after."""
+"""Number of additional parts of a matrix in which a rank's range ends within a row. The matrix is saved in four parts
+instead of one: the rows before that row, its two parts, and the rows after it."""
 
 SAVED_APART = {".linear_fc1.weight": 2, ".in_proj.weight": 6, ".conv1d.weight": 3}
 """Suffix of a Megatron parameter that fuses several matrices -> the number of these matrices, which are saved
@@ -54,7 +54,7 @@ def saved_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) ->
         return size
     if config.samples_images:
         return size + ceil(num_ahead(config) * sample_bytes(config, None))
-    # The file stores masks as one byte per token.
+    # The file stores each mask with one byte per token.
     sample = sample_bytes(config, experts(completed(hf_configs["actor"]))) + config.rollout.context_length
     return size + ceil(num_ahead(config) * sample)
 
@@ -82,7 +82,7 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
         copies[name] += ADAM_STATES
         num_bytes += elements[name] * ADAM_STATES * FLOAT32
     if settings.section == "actor" and config.has_reference and config.algorithm.kl.renew_steps is not None:
-        # A reference that is a copy of the policy is saved in the weights' dtype. A moving average is saved in float32.
+        # A reference that is a copy of the policy has the weights' dtype; a moving average is float32.
         whole = config.algorithm.kl.renew_share == 1
         num_bytes += holder.shard.num_bytes if whole else sum(elements.values()) * FLOAT32
         copies = {name: number + 1 for name, number in copies.items()}

@@ -116,7 +116,7 @@ class Checkpoints:
         for folder in {hidden, *(path for path in hidden.rglob("*") if path.is_dir())}:
             sync(folder)
         sealed(Checkpoint.open(hidden))
-        # A checkpoint with this name exists if an earlier attempt was killed before it updated `latest`.
+        # An earlier attempt may have been killed after it renamed this checkpoint and before it updated `latest`.
         self._remove(final)
         remove_notes(hidden)
         hidden.rename(final)

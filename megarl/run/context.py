@@ -151,7 +151,7 @@ class RunContext:
             try:
                 with _recorded_end(times, resume_point), events.connected():
                     yield cls(config, data, resume_point, saver, placement, evaluation, times, ledger)
-            except DamagedCheckpoint as damage:  # found by a rank, which verifies its own files
+            except DamagedCheckpoint as damage:  # raised by a rank, which verifies the files that it loads
                 loaded = resume_point.checkpoint
                 line = None if loaded is None else fall_back(config, loaded.path, damage)
                 if line is None:
@@ -171,7 +171,7 @@ class RunContext:
         return Stopwatch(Trace(self.folder.logs).record)
 
     def take(self, n: int) -> list[PendingPrompt]:
-        """Draw the next n rows from the data, which the current step trains on."""
+        """Draw the next n rows from the data for the current step."""
         drawn = self.state.draw(n, self.state.step)
         self.state.under_way.clear()
         return drawn
@@ -193,7 +193,7 @@ class RunContext:
         saver, settings, done = self.saver, self.config.checkpoint, self.state.step
         self.times.begin_steps()
         health = Health(self.config, self._earlier_rows(), [warning["name"] for warning in self.folder.warnings])
-        saver.keep()  # a killed attempt may have left more checkpoints than checkpoint.keep
+        saver.keep()  # remove checkpoints beyond checkpoint.keep of a killed attempt
         if self.state.step == 0 and (metrics := self._evaluated(evaluate)):
             JsonlSink(self.folder.metrics).write(0, metrics)
             events.send("evaluation", step=0, metrics=metrics)
@@ -265,7 +265,7 @@ class RunContext:
         findings = health.check(metrics)
         for finding in findings:
             print(f"megarl: warning: step {step}: {finding.name}: {finding.message}", file=sys.stderr, flush=True)
-            with suppress(UserError, OSError):  # the user may have edited or deleted the manifest; the line is printed
+            with suppress(UserError, OSError):  # the user may have edited or deleted the manifest
                 self.folder.warn(step, finding.name, finding.message)
         return findings
 
@@ -300,7 +300,7 @@ class RunContext:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Record the time of the body in the trace as waiting for a checkpoint."""
+        """Record the time of the body in the trace as time waiting for a checkpoint."""
         begin = time.time()
         yield
         Trace(self.folder.logs).record(SAVE, begin, time.time())

@@ -21,7 +21,7 @@ _pipes: list[io.FileIO] = []
 @contextmanager
 def connected() -> Iterator[None]:
     """Send the events of the body through the pipe, if there is one."""
-    number = os.environ.pop(VARIABLE, None)  # processes that start in the body do not inherit the pipe
+    number = os.environ.pop(VARIABLE, None)  # so that child processes do not write to the pipe
     if number is None:
         yield
         return

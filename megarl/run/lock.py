@@ -21,7 +21,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error codes from file systems that are mounted without lock support, which is common for Lustre."""
 
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags that reject links. Another user may create a link in a shared folder, and its target would be overwritten."""
+"""Flags that reject links. In a shared folder, another user could create a link whose target would be overwritten."""
 
 
 HOLDER_CHARACTERS = 200
@@ -68,7 +68,7 @@ def _open(file: Path) -> int:
         is_own = status.st_uid == os.geteuid() or status.st_uid == _uid_of_new_files(file.parent)
         if not stat.S_ISREG(status.st_mode) or not is_own:
             raise UserError(f"{file}: not a regular file of this user. Fix: remove it, or set a different run.name")
-        os.fchmod(descriptor, 0o600)  # earlier versions created it with more permissions
+        os.fchmod(descriptor, 0o600)  # earlier versions of megarl created the file with more permissions
     except BaseException:
         os.close(descriptor)
         raise
@@ -82,7 +82,7 @@ def _uid_of_new_files(folder: Path) -> int:
 
 
 def _holder(stream: IO[str]) -> str:
-    """Return the process that holds the lock: from the kernel if it runs on this node, otherwise from the file."""
+    """Return the process that holds the lock, from the kernel if it runs on this node, otherwise from the file."""
     inode = os.fstat(stream.fileno()).st_ino
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

@@ -73,8 +73,8 @@ ALTERNATIVES = {
 """Metrics for cells that can show one of several metrics. A cell shows the last metric that is present."""
 
 MISSING = "–"
-HEADER_EVERY = 20  # lines
-ETA_STEPS = 10  # short, because step time drifts with response length
+HEADER_EVERY = 20  # number of lines between two headers
+ETA_STEPS = 10  # averages few steps, because their duration drifts with response length
 
 
 class ConsoleSink:

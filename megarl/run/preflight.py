@@ -174,7 +174,7 @@ def _check_weights(config: Config, models: ModelFolders) -> None:
                 continue
             if folder == models.draft and config.rollout.drafts_with_eagle:
                 attempt(check_eagle_weights, folder, headers, read_config(folder), models.hf_config)
-            elif folder != models.reward_model:  # a reward model's tensors may have other names
+            elif folder != models.reward_model:  # the names of a reward model's tensors are not checked
                 hf_config = read_config(folder)
                 expected = policy_hf_config(config, hf_config) if folder == models.actor else hf_config
                 attempt(require_tensors, folder, headers, huggingface_holder(expected).shapes)

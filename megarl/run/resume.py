@@ -74,9 +74,9 @@ def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models
         for key, earlier in _moved_models(config, checkpoint, models).items():
             print(f"{key}={model_paths(config)[key]}: same weights as {earlier}, from which the run started")
     if own is not None:
-        RunFolder.of(config).metrics_until(own.step)  # raise for invalid lines before modifying the folder
+        RunFolder.of(config).metrics_until(own.step)  # raises an error for invalid lines, before the folder is modified
         if checkpoints.steps()[-1] > own.step:
-            own.verify(own.files)  # before removing later checkpoints: they may be the only valid ones
+            own.verify(own.files)  # later checkpoints, which are removed below, may be the only valid ones
         checkpoints.sweep()
     if config.checkpoint.may_be_saved:
         keep, most = config.checkpoint.keep, config.max_checkpoints
@@ -210,7 +210,7 @@ def _checkpoint_path(config: Config) -> Path | None:
             print(f"{latest}: the newest checkpoint was moved or removed. Resuming from {earlier}", flush=True)
             return earlier
         return latest
-    # Resolve links before the run folder may be moved aside, so that a checkpoint inside it is recognized.
+    # Resolve links now, so that a checkpoint inside the run folder is recognized before the folder is moved aside.
     path = Path(config.resume).expanduser().resolve()
     if path.is_file() and path.name in (POINTER, BEST):
         path = Checkpoints(path.parent).pointed_to(path.name) or path

@@ -40,8 +40,8 @@ class SampleLedger:
 
     path: Path
     _end: tuple[str, int, int] = field(init=False, default=(START, 0, -1))
-    """Hash of the last line, size of the file up to its end, and its timeline. A partial line may follow if a write was
-    interrupted."""
+    """Hash of the last complete line, the offset of its end in the file, and its timeline. After an interrupted write,
+    a partial line may follow."""
 
     def __post_init__(self) -> None:
         """Continue the file, if it exists. A killed run may have left a partial last line."""
@@ -118,7 +118,7 @@ class SampleLedger:
         fields = {"kind": kind, "step": step, "timeline": timeline, "time": round(time.time(), 3), **content}
         digest, line = sealed(previous, fields)
         retry_when_full(lambda: _write_durably(self.path, size, line), self.path)
-        self._end = digest, size + len(line), timeline  # one assignment, since a signal may interrupt at any point
+        self._end = digest, size + len(line), timeline  # one assignment, as a signal may interrupt this code
 
 
 def _write_durably(path: Path, size: int, line: bytes) -> None:

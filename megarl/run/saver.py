@@ -207,7 +207,7 @@ class Unfinished:
 
     @property
     def _lost_ranks(self) -> bool:
-        """Whether the ranks that began the checkpoint have been replaced."""
+        """Whether the ranks that began the checkpoint have since been replaced."""
         return [group.num_launches for group in self.groups] != self.launches
 
     def files(self) -> list[FileRecord] | None:

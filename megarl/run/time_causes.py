@@ -39,11 +39,11 @@ LOST_WITH_STEP = (*KEPT, "evaluation")
 """Causes that become `repeated` if their step is repeated."""
 
 DETECT, RECOVER = "detect", "recover"
-"""Prefixes of the tasks of the driver while it finds a failure, and while it replaces lost processes."""
+"""Prefixes of the driver's tasks in the trace while it detects a failure, and while it replaces lost processes."""
 
 SAVE, ROLLOUT, TRAIN = "save", "rollout", "train"
 PHASES = {SAVE: "checkpoint", "copy": "checkpoint", "evaluation": "evaluation", "reward": "reward", "refit": "refit"}
-"""Phase of the driver -> cause, for phases that belong to one cause on all devices. Time between phases belongs to
+"""Phase of the driver -> cause, for phases whose time has the same cause on all devices. Time between phases counts as
 `driver`."""
 
 WITHOUT_SAMPLING: Mapping[str, Mapping[str, str]] = {

@@ -26,7 +26,8 @@ PREDICTION = f"{LAUNCH}/prediction.json"
 """File in a run's folder with the planner's prediction for the job."""
 
 ROUNDING, ROUNDING_S = 0.001, 1e-4
-"""Largest fraction of a row, and device-seconds of a short row, that rounding removes. The row's causes share them."""
+"""Largest part of a row that is attributed to rounding, as a fraction plus device-seconds. It is distributed over the
+row's causes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class TimeLedger:
         return found
 
     def describe(self) -> str:
-        """Return the goodput and a table of causes, or a line that there are no records."""
+        """Return the goodput and a table of causes, or a line that says that there are no records."""
         seconds = self.seconds
         total = sum(seconds.values())
         if total <= 0:
@@ -133,7 +134,7 @@ def goodput(seconds: Mapping[str, float]) -> float:
     """Return the fraction of the allocated time that was spent on steps whose results were kept."""
     allocated = sum(seconds.values()) - of_cause(seconds, "queue")
     kept = sum(of_cause(seconds, cause) for cause in KEPT)
-    return min(1.0, kept / allocated) if allocated > 0 else 0.0  # sums are rounded
+    return min(1.0, kept / allocated) if allocated > 0 else 0.0  # rounded sums may exceed the total
 
 
 def add(parts: Iterable[Mapping[str, float]]) -> Seconds:
@@ -265,7 +266,7 @@ def _allocations(
         allocation = found.setdefault(key, _Allocation(start.allocated or start.begin, end))
         allocation.begin, allocation.end = min(allocation.begin, start.begin), max(allocation.end, end)
         if number == len(attempts) - 1 and now is None and times.rows and not times.outcome:
-            allocation.end = times.rows[-1].end  # the attempt may still be in the middle of a step
+            allocation.end = times.rows[-1].end  # the attempt may be in the middle of a later step
         allocation.nodes = max(allocation.nodes, start.nodes)
         if not allocation.attempts:
             allocation.follows_failure = number > 0 and attempts[number - 1].outcome != ENDED
@@ -283,7 +284,7 @@ def _allocations(
 
 
 def _fill(allocation: _Allocation, devices: float) -> Iterator[Interval]:
-    """Yield contiguous intervals from the begin of the allocation to its end, whose sum is its time on all devices."""
+    """Yield contiguous intervals from the begin of the allocation to its end. They sum to its time on all devices."""
     events = _events(allocation)
     used = allocation.used or devices
     rows = [(row, times.start.devices) for times in allocation.attempts for row in times.rows]

@@ -29,10 +29,10 @@ from megarl.run.time_ledger import goodput, read_ledger
 from megarl.run.time_records import FILE, Row, Start
 
 IMPORTED = time.time()
-"""Approximate end of the driver's imports; this module is imported late."""
+"""Approximate end of the driver's imports, because this module is among the last."""
 
 REMEMBERED = 1000
-"""Number of steps whose time can become `repeated` when the same attempt does them again."""
+"""Number of recent steps whose time becomes `repeated` if the same attempt repeats them."""
 
 ROWS = OptionalLog("records of time")
 
@@ -47,7 +47,7 @@ class TimeRecorder:
         self._devices = Devices.of(placement, samples_while_training)
         self._step, self._is_started = after_step, False
         self._steps: deque[tuple[int, Seconds]] = deque(maxlen=REMEMBERED)
-        # The supervisor, whose child this process is, was started first.
+        # Start at the start of the parent process, the supervisor.
         self._at = process_begin(os.getppid()) if VARIABLE in os.environ else time.time()
         allocated = float(os.environ.get(ALLOCATED, 0.0))
         job = os.environ.get("SLURM_JOB_ID", "") if allocated else ""

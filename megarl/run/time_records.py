@@ -21,7 +21,7 @@ from megarl.run.time_causes import CAUSES
 FILE = "time.jsonl"
 
 _PART = re.compile("[a-z ]{0,20}")
-"""Matches the part of a cause, which is printed."""
+"""Matches the part in a cause such as startup/engines. Its characters are limited, because it is printed."""
 
 FAILED, ENDED = "failed", "ended"
 """Outcomes of an attempt. An attempt without an outcome was killed."""
@@ -103,7 +103,7 @@ def _read(logs: Path) -> AttemptTimes | None:
 
 
 def parse_start(values: Mapping[str, Any]) -> Start | None:
-    """Return the first row of an attempt, or None if the values are something else."""
+    """Return the first row of an attempt, or None if the values are not such a row."""
     kinds = {"begin": float, "after_step": int, "devices": int, "nodes": int, "job": str, "restart": int}
     kinds["allocated"] = float
     if values.keys() != kinds.keys() or not all(is_plain(values[name], kind) for name, kind in kinds.items()):
@@ -113,7 +113,7 @@ def parse_start(values: Mapping[str, Any]) -> Start | None:
 
 
 def parse_row(values: Mapping[str, Any]) -> Row | None:
-    """Return a row, or None if the values are something else."""
+    """Return a row, or None if the values are not one."""
     begin, end, seconds = values.get("begin"), values.get("end"), values.get("seconds")
     step, outcome = values.get("step"), values.get("outcome", "")
     if not (is_plain(begin, float) and is_plain(end, float) and begin < end and isinstance(seconds, dict)):

@@ -18,7 +18,7 @@ CHECK_S = 0.05
 """Interval in seconds between checks of the total resource usage of a program's processes."""
 
 MAX_FILES = 20_000
-"""Maximum number of files in a sandbox's own folders. Even empty files use memory."""
+"""Maximum number of files in a sandbox's own folders, because even empty files use memory."""
 
 OPEN_FILES = 256
 SIGNALS = 1024
@@ -90,7 +90,7 @@ class Agent:
     def kill_others(self):
         """Kill all other processes, including detached ones, and wait until they have exited."""
         while True:
-            # Only process 1 may signal all processes (pid −1), because then all of them are inside the sandbox.
+            # Signal all processes (pid −1) only as process 1 of a PID namespace, which contains just the sandbox.
             for pid in [-1] if self.is_first else self.others():
                 try:  # noqa: SIM105 - contextlib is slow to import
                     os.kill(pid, signal.SIGKILL)
@@ -109,7 +109,7 @@ class Agent:
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             if os.path.lexists(path) and not os.path.isdir(path):
-                os.unlink(path)  # a pipe or link that a program has created
+                os.unlink(path)  # a program may have created a pipe or link here
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
                 file.write(data)
         except OSError as error:
@@ -167,9 +167,9 @@ class Run:
         bound |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK), (0, 0))
         bound[resource.RLIMIT_NOFILE] = OPEN_FILES, OPEN_FILES
         bound[resource.RLIMIT_SIGPENDING] = SIGNALS, SIGNALS
-        # The kernel samples this time at clock ticks, so it may count more than the program has used. These
-        # limits are slightly higher, so that `exceeded_limit`, which reads exact times, decides first. They remain as a
-        # backstop if the agent itself gets no CPU time.
+        # The kernel samples CPU time at clock ticks, so it may count more than the program has used. These limits are
+        # slightly higher, so that `exceeded_limit`, which reads exact times, decides first. They are a backstop in case
+        # the agent itself gets no CPU time.
         bound[resource.RLIMIT_CPU] = limits["cpu_s"] + 1, limits["cpu_s"] + 2
         bound[resource.RLIMIT_AS] = limits["memory_mib"] << 20, limits["memory_mib"] << 20
         bound[resource.RLIMIT_FSIZE] = limits["file_mib"] << 20, limits["file_mib"] << 20
@@ -201,7 +201,7 @@ class Run:
                     return
                 check_s = now + CHECK_S
             for end, _ in poll.poll(1000 * max(0.0, min(end_s, check_s) - now) + 1):
-                if end == 0:  # stdin was closed: the caller no longer waits for the result
+                if end == 0:  # stdin was closed, so the caller no longer waits for the result
                     exit_sandbox(self.agent)
                 elif end == self.stdin_write:
                     if not self.feed():

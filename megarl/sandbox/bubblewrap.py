@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from megarl.config import schema
 
 OLDEST = (0, 8)
-"""Oldest supported version. It is the first that can limit the size of tmpfs and disable nested user namespaces."""
+"""Oldest supported version of bubblewrap: the first that can limit the size of a tmpfs and disable nested user
+namespaces."""
 
 NOBODY = 65534
 
 FOLDER = "/tmp"
-"""Working directory for programs. It is in memory. Programs can write only to this folder and to /dev/shm."""
+"""Working directory of programs, in memory. Programs can write only to this folder and to /dev/shm."""
 
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
@@ -80,7 +81,7 @@ def _isolation(limits: schema.Sandbox) -> list[str]:
         *(option for folder in SYSTEM for option in _system_folder(folder)),
         *(option for path in ETC for option in ("--ro-bind-try", path, path)),
         *("--proc", "/proc", "--remount-ro", "/proc"),
-        # /dev/full reads like /dev/zero, but cannot be mapped as shared memory.
+        # Replace /dev/zero by /dev/full, which reads the same but cannot be mapped as shared memory.
         *("--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"),
         *("--size", size, "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--size", size, "--perms", "1777", "--tmpfs", FOLDER),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megarl.config import schema
 
 AGENT = Path(__file__).with_name("agent.py").read_text(encoding="utf-8")
-"""The agent's source, for a different Python interpreter."""
+"""The agent's source code, which other Python interpreters run."""
 
 _CODE = binascii.b2a_base64(marshal.dumps(compile(AGENT, "agent", "exec", optimize=2)), newline=False).decode()
 

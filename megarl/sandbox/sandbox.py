@@ -24,7 +24,7 @@ START_S = 60.0
 """Timeout in seconds for starting a sandbox, which normally takes a few hundredths of a second."""
 
 ANSWER_S = 20.0
-"""Timeout in seconds for a response, in addition to the program's own limit."""
+"""Timeout in seconds for the agent's response, in addition to the program's own limit."""
 
 STOP_S = 5.0
 """Seconds that a sandbox has to exit before it is killed."""
@@ -188,7 +188,7 @@ class Sandbox(AbstractAsyncContextManager):
         self._is_over = True
         if self._alarm is not None:
             self._alarm.cancel()
-        with suppress(OSError, RuntimeError):  # it has already exited
+        with suppress(OSError, RuntimeError):  # the agent has already exited
             self._writer.write_eof()
 
     async def _wait(self) -> None:

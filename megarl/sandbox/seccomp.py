@@ -12,7 +12,7 @@ import struct
 from typing import NamedTuple
 
 SYSTEM_CALLS = {
-    # These allocate memory that belongs to no process.
+    # System calls that allocate memory that belongs to no process.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -24,12 +24,12 @@ SYSTEM_CALLS = {
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
     "fanotify_init": (300, 262),
-    # These access other processes.
+    # System calls that access other processes.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438),
-    # These have a history of kernel vulnerabilities.
+    # System calls with a history of kernel vulnerabilities.
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -50,11 +50,11 @@ DENIED = {
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 MMAP = {"x86_64": 9, "aarch64": 222}
 SHARED_ANONYMOUS = 0x21
-"""mmap flags for memory that stays allocated while any part is mapped, even if no process's statistics show it. The
-sandbox's /dev/zero cannot be mapped for the same reason."""
+"""mmap flags of shared anonymous memory, which is denied: all of it stays allocated while any part is mapped, but no
+process's statistics show this. The sandbox's /dev/zero cannot be mapped for the same reason."""
 
 X32_BIT = 0x40000000
-"""First system call number in x86_64's x32 ABI."""
+"""Lowest system call number of the x32 ABI on x86_64."""
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 NUMBER_AT, ARCH_AT, FOURTH_ARGUMENT_AT = 0, 4, 40

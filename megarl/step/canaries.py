@@ -27,8 +27,8 @@ from megarl.rollout.engine import EngineInfo, SamplingRequest
 from megarl.step.causes import Evidence
 
 NUM_PROMPTS, NUM_TOKENS = 4, 16
-"""Number of prompts, and maximum number of tokens in a response. A total of about a hundred tokens is enough to compare
-the mean difference with its limit, and takes about a second."""
+"""Number of prompts, and maximum number of tokens per response. About a hundred tokens in total suffice to compare the
+mean difference with its limit, and take about a second."""
 
 PURPOSE = "canaries"
 GREEDY, SAMPLED = "greedy", "sampled"

@@ -18,7 +18,7 @@ Group = Sequence[SampleRef]
 
 
 def updates_of(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
-    """Split the groups into updates. Leave out groups whose samples all failed, and empty updates."""
+    """Split the groups into updates. Omit groups whose samples all failed, and updates without groups."""
     size = config.batch.prompts_per_update
     updates = [[group for group in groups[i : i + size] if group] for i in range(0, len(groups), size)]
     return [update for update in updates if update]
@@ -33,7 +33,7 @@ def epochs_of(config: Config, groups: Sequence[Group], step: int) -> list[list[l
 
 
 def _drawn(config: Config, num_groups: int, step: int, epoch: int) -> list[int]:
-    """Return the shuffled indices of the groups, update by update."""
+    """Return the shuffled indices of the groups for each update."""
     drawn = random.Random(f"{config.run.seed}.{step}.{epoch}").sample(range(num_groups), num_groups)
     size = config.batch.prompts_per_update
     return [i for begin in range(0, num_groups, size) for i in sorted(drawn[begin : begin + size])]

@@ -59,7 +59,7 @@ class SetResult:
         metrics: dict[str, float] = {}
         for name, estimate in self.estimates.items():
             metrics[name] = estimate.value
-            if math.isfinite(estimate.low):  # with a single prompt, there may be no interval
+            if math.isfinite(estimate.low):  # with a single prompt, the interval may be undefined
                 metrics |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
         return {self.settings.prefix + name: value for name, value in (metrics | dict(self.shares)).items()}
 
@@ -129,7 +129,7 @@ def evaluate_sets(
         else:
             sampled = engines.generate(wanted).result()
         samples = [sample for group in sampled for sample in completed(group)]
-        # Without references, so that the object store can free the samples.
+        # Drop the references, so that the object store can free the samples.
         groups = [[replace(sample, sample=None) for sample in completed(group)] for group in sampled]
         versions = versions_of(groups)
         assert versions <= {version}, f"{name}: the samples have versions {versions} instead of {version}"
@@ -173,7 +173,7 @@ def requests(
 
 
 def versions_of(groups: Sequence[Sequence[SampleRef]]) -> set[int]:
-    """Return the weight versions that generated tokens in these samples. A rollout without turns has none."""
+    """Return the weight versions that generated tokens of these samples. A rollout without turns has none."""
     samples = [sample for group in groups for sample in group if sample.num_response_tokens]
     return {version for sample in samples for version in (sample.version_oldest, sample.version_newest)}
 

@@ -20,8 +20,8 @@ from megarl.rewards.finished_files import GroupFile, write_durably
 from megarl.step.state import PendingPrompt
 
 AFTER, RECORD = "after_{:06d}", "record.json"
-"""Folder for the groups that finish after the checkpoint of a step (0: before the first one), and its file with
-everything that determines whether a later attempt can use them."""
+"""Folder for the groups that finish after the checkpoint of a step (0: before the first one), and file in it with all
+that determines whether a later attempt can use these groups."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class FinishedRollouts:
     _earlier: dict[str, GroupFile] = field(init=False, default_factory=dict)
     """Files of earlier attempts' unused groups, by STEP.GROUP."""
     _found: dict[str, list[SampleRef]] = field(init=False, default_factory=dict)
-    """The groups in `_earlier` that the run can use, because it has had their weights, by STEP.GROUP."""
+    """Groups in `_earlier` that were sampled from this run's weights, so that it can use them, by STEP.GROUP."""
     _names: set[str] = field(init=False, default_factory=set)
     """Names of earlier attempts' groups that new groups must not reuse: unused, taken and stale ones."""
 
@@ -82,7 +82,7 @@ class FinishedRollouts:
         later = {number: path for number, path in numbered(self.folder, AFTER).items() if number >= step}
         for path in later.values():
             self._weights |= self._read_record(path)
-        self._write_record()  # before groups move into the folder
+        self._write_record()  # write the record before groups move into the folder
         for number, path in later.items():
             if number > step:
                 for file in GroupFile.all_in(path):
@@ -164,7 +164,7 @@ class FinishedRollouts:
         sampled with other settings or data, and the results of reward functions if the user's code has changed."""
         try:
             record = read_object(folder / RECORD)
-        except UserError:  # missing: an earlier version of megarl has written the groups; or damaged
+        except UserError:  # damaged, or missing because an earlier version of megarl wrote the groups
             record = {}
         weights = record.get("weights")
         is_alike = isinstance(record.get("config"), dict) and record.get("data") == self.origin["data"]

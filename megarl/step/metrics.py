@@ -42,8 +42,8 @@ def step_metrics(
 
 
 def update_rate(metrics: Mapping[str, Metric]) -> float:
-    """Return the mean learning rate over the actor updates in a step; 0 if the step had no such updates, if all were
-    skipped, or if the gradient was 0. metrics: the step's training metrics."""
+    """Return the mean learning rate over the actor updates in a step. It is 0 if the step had no actor updates, if all
+    were skipped, or if the gradient was 0. metrics: the step's training metrics."""
     has_learned = "policy/grad_norm" in metrics and metrics["policy/grad_norm"].value > 0
     return metrics["policy/lr"].value if has_learned else 0.0
 
@@ -68,7 +68,7 @@ def add_effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, Metric
         return dict(metrics)
     first, second = (metrics[name].value for name in names)
     rest = {name: metric for name, metric in metrics.items() if name not in names}
-    share = min(1.0, first**2 / second) if second else 0.0  # all weights may underflow to 0
+    share = min(1.0, first**2 / second) if second else 0.0  # `second` is 0 if all weights underflow
     return rest | {"mismatch/effective_frac": Metric(share, metrics[names[0]].weight)}
 
 
@@ -76,7 +76,7 @@ def _version_metrics(samples: Sequence[SampleRef], trained: int, max_staleness: 
     """Return staleness metrics for the samples, relative to the version `trained` from which the step's updates start.
     The age of a sample is that of its oldest token. If max_staleness is above 0, include the fraction of samples at
     each age."""
-    # A rollout that failed immediately has no tokens.
+    # Exclude rollouts that failed before the first token.
     samples = [sample for sample in samples if sample.num_response_tokens]
     if not samples:
         return {}

@@ -248,7 +248,7 @@ class RolloutQueue:
         return draws
 
     def _in_order(self, items: Sequence[PendingPrompt]) -> list[int]:
-        """Return the positions of the rows in submission order."""
+        """Return the positions of the rows in the order of submission."""
         places, lengths = list(range(len(items))), self.state.lengths
         if not self.config.rollout.longest_first or not lengths:
             return places

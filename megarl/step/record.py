@@ -81,7 +81,7 @@ def _group(item: PendingPrompt, group: Sequence[SampleRef], is_sampled: bool = T
 
 
 def _failures(group: Sequence[SampleRef], scores: Sequence[Score]) -> dict[str, str]:
-    """Return why rollouts have no score, by rollout id."""
+    """Return the reasons why rollouts have no score, by rollout id."""
     return {
         sample.rollout_id: score.failure or "no reward"
         for sample, score in zip(group, scores, strict=True)
@@ -90,7 +90,7 @@ def _failures(group: Sequence[SampleRef], scores: Sequence[Score]) -> dict[str, 
 
 
 def _reason(scored: Sequence[SampleRef]) -> str:
-    """Return why a step does not train on a group."""
+    """Return the reason why a step does not train on a group."""
     if not scored:
         return "no score"
     return "surplus" if is_informative(scored) else "uninformative"

@@ -48,7 +48,7 @@ from megarl.core.score import NO_TOTALS, TokenTotals
 from megarl.rewards.length import overlong_penalty
 
 Totals = Mapping[str, TokenTotals]
-"""Sums over the per-token rewards from one model: sample id -> TokenTotals."""
+"""Sums over one model's per-token rewards: sample id -> TokenTotals."""
 
 
 def rollouts_of(group: Sequence[SampleRef]) -> list[list[SampleRef]]:

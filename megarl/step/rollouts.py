@@ -121,7 +121,7 @@ def further_prompts(missing: int, num_informative: int, num_sampled: int, limit:
 
 
 def choose(groups: Sequence[Sequence[SampleRef]], wanted: int) -> list[Sequence[SampleRef]]:
-    """Return the first `wanted` informative groups. If there are too few, add uninformative groups, and groups without
-    a scored sample last. Groups keep their order."""
+    """Return the first `wanted` informative groups. If there are too few, add uninformative groups and, last, groups
+    without a scored sample. Groups keep their order."""
     by_worth = sorted(range(len(groups)), key=lambda i: (not is_informative(groups[i]), not groups[i]))
     return [groups[i] for i in sorted(by_worth[:wanted])]

@@ -36,7 +36,7 @@ def select(
     reward_scores = [score for sample, score in by_rollout.values() if not sample.has_failed]
     failed = [score for score in reward_scores if score.failure is not None]
     at_fault = [score for score in failed if not score.is_infrastructure]
-    allowed = Fraction(repr(config.rewards.failure_limit)) * len(by_rollout)  # exact, so 0.29 of 100 is 29
+    allowed = Fraction(repr(config.rewards.failure_limit)) * len(by_rollout)  # exact: 0.29 of 100 is 29
     if len(failed) > allowed:
         is_user_error = len(at_fault) > allowed
         first = at_fault[0] if is_user_error else next(score for score in failed if score.is_infrastructure)

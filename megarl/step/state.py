@@ -82,9 +82,9 @@ class RunState:
     average: MovingAverage = field(default_factory=MovingAverage)
     """Moving average of rewards, for estimators that use it as their baseline."""
     under_way: list[PendingPrompt] = field(default_factory=list)
-    """Rows with pending rollouts, in the order in which the rollouts started."""
+    """Rows with pending rollouts, in the order in which these started."""
     again: list[PendingPrompt] = field(default_factory=list)
-    """Rows whose rollouts were pending when the previous attempt ended, or were dropped. They come before new rows."""
+    """Rows whose rollouts were dropped, or pending when the previous attempt ended. They are drawn before new rows."""
     lengths: dict[int, float] = field(default_factory=dict)
     """Mean number of response tokens for each row when it was last trained on, with rollout.longest_first."""
     num_draws: int = 0
@@ -107,7 +107,7 @@ class RunState:
         return item
 
     def put_back(self, items: Sequence[PendingPrompt], version: int) -> None:
-        """Schedule rows with dropped rollouts again, before new rows. version: the weight version for the next step."""
+        """Schedule rows with dropped rollouts again, before new rows. version: the weight version of the next step."""
         for item in items:
             self.under_way.remove(item)
         self.again += [replace(item, version=version) for item in items]

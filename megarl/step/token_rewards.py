@@ -61,7 +61,7 @@ def reward_tokens(
 
 
 def _score_and_train(group: TrainerGroup, batches: Updates) -> Pending:
-    """Submit calls that score the batches with a model, then train it. The result is ((scores, totals), metrics)."""
+    """Submit calls that score the batches with a model and then train it. The result is ((scores, totals), metrics)."""
     scored, trained, ended = group.score_tokens(batches), group.train([batches]), group.end_step()
     return scored.then(lambda scores: trained.then(lambda metrics: ended.then(lambda _: (scores, metrics))))
 

@@ -29,8 +29,8 @@ STACKS_S = 0.1
 """Seconds that a process has to write its stack traces, about a hundred times as long as it needs."""
 
 EXIT_S = 10.0
-"""Seconds that a process has to exit after its connection has closed. Python closes the connection before the process
-exits; on a busy machine, more than a second may pass in between."""
+"""Seconds that a process has to exit after closing its connection. Python closes the connection first, and on a busy
+machine, the exit may take more than a second."""
 
 CLEANUP_S = 20.0
 """Seconds that a self-cleaning program has to exit after the process that started it was killed. The longest grace
@@ -41,7 +41,7 @@ KILLING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.001
 READ_BYTES = 65536
 MAX_MESSAGE_BYTES = 2**30
-"""Maximum length of a message from a child."""
+"""Maximum length in bytes of a message from a child."""
 
 TOO_LONG = f"sent a message of more than {MAX_MESSAGE_BYTES} bytes"
 
@@ -119,7 +119,7 @@ class ChildProcess:
     def has_ended(self) -> bool:
         # WNOWAIT leaves a zombie until `kill`, so that no other process group receives this id.
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        with suppress(ChildProcessError):  # another thread is reaping it
+        with suppress(ChildProcessError):  # another thread has reaped the process
             return self._process.returncode is not None or os.waitid(os.P_PID, self.pid, options) is not None
         return True
 
@@ -200,7 +200,7 @@ class ChildProcess:
 
     def limit_memory(self, mib: int) -> None:
         """Limit the address space of this process and of each new descendant to its current size plus `mib` MiB."""
-        with suppress(psutil.NoSuchProcess):  # `kill` has reaped it
+        with suppress(psutil.NoSuchProcess):  # `kill` has reaped the process
             process = psutil.Process(self.pid)
             limit, (_, hard) = process.memory_info().vms + mib * 2**20, process.rlimit(psutil.RLIMIT_AS)
             process.rlimit(psutil.RLIMIT_AS, (limit if hard == psutil.RLIM_INFINITY else min(limit, hard), hard))
@@ -221,11 +221,11 @@ class ChildProcess:
             self.kill_reason = self.kill_reason or reason
             if self._process.returncode is None:
                 os.killpg(self.pid, signal.SIGSTOP)  # a suspended process cannot start others
-                descendants = psutil.Process(self.pid).children(recursive=True)  # parents before their children
+                descendants = psutil.Process(self.pid).children(recursive=True)  # lists parents before their children
                 os.killpg(self.pid, signal.SIGKILL)
                 spared: dict[int, psutil.Process] = {}
                 for process in descendants:
-                    with suppress(psutil.Error):  # it has exited, or belongs to another user
+                    with suppress(psutil.Error):  # the descendant has exited or belongs to another user
                         if process.ppid() in spared or SELF_CLEANING in process.environ():
                             spared[process.pid] = process
                         else:
@@ -233,7 +233,7 @@ class ChildProcess:
                 self._process.wait()
                 if spared:
                     threading.Thread(target=_kill_remaining, args=(list(spared.values()),), daemon=True).start()
-        with suppress(OSError):  # it is already closed
+        with suppress(OSError):  # the socket is already closed
             self._socket.shutdown(socket.SHUT_RDWR)  # a detached process may still hold the other end
         self._socket.close()
 
@@ -274,7 +274,7 @@ class ConcurrentChild(ChildProcess):
                 return await reply
         except TimeoutError:
             self._was_suspended = self._was_suspended or self.is_suspended
-            if self._was_suspended:  # another request's timeout may have killed the process meanwhile
+            if self._was_suspended:  # another request's timeout may have killed the process
                 await asyncio.to_thread(self.kill)
                 raise ChildFailure(self.status, was_killed=self.was_killed) from None
             raise ChildFailure("exceeded its time limit", timed_out=True) from None

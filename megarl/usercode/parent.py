@@ -16,9 +16,9 @@ from megarl.core import stacks
 from megarl.core.parent import signal_with_parent
 
 SELF_CLEANING = "MEGARL_SELF_CLEANING"
-"""Environment variable that marks a program that stops its own processes and exits once its connection closes. User
-code can also set the variable, which delays the termination of its programs by at most CLEANUP_S. ChildProcess ignores
-the variable in the user's environment."""
+"""Environment variable that marks a program that stops its own processes and exits once its connection closes.
+ChildProcess ignores the variable in the user's environment. User code can still set it for its own programs, which
+delays their termination by at most CLEANUP_S."""
 
 
 def connect() -> BufferedRWPair:

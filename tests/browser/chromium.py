@@ -43,7 +43,7 @@ class Tab:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
-        self.call("Performance.enable", timeDomain="threadTicks")  # CPU time of the page's main thread
+        self.call("Performance.enable", timeDomain="threadTicks")  # reports CPU time of the page's main thread
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=address)

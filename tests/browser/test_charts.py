@@ -98,7 +98,7 @@ def test_drawn_values_equal_the_metrics(tab: Tab) -> None:
     assert values_of(tab, "Reward") == pytest.approx([line["reward/mean"] for line in expected], rel=1e-6)
     evaluated = values_of(tab, "Evaluation: a, avg@1")
     assert [step for step, value in enumerate(evaluated, start=1) if value is not None] == [10, 20, 30, 40, 50]
-    assert legend_of(tab, "Time by phase") == "rollout 20, train 10, other 6"  # without the phases that the run lacks
+    assert legend_of(tab, "Time by phase") == "rollout 20, train 10, other 6"  # omits phases that the run lacks
     stacked = [values_of(tab, "Time by phase", line)[0] for line in range(3)]
     assert stacked == [36, 30, 20]
     tab.take_picture("charts")
@@ -114,7 +114,7 @@ def test_cursor_shows_values_in_all_charts(tab: Tab) -> None:
     assert legend_of(tab, "Reward") == f"mean {math.sin(20):.4g}"
     tab.mouse("mouseMoved", 1, 1)
     tab.until(f"{DRAWN}('Entropy').at.textContent === ''")
-    assert legend_of(tab, "Entropy") == "entropy 0.02"  # the last value
+    assert legend_of(tab, "Entropy") == "entropy 0.02"  # the legend shows the last value
 
 
 def test_drag_zooms_all_charts_and_double_click_resets(tab: Tab) -> None:
@@ -155,7 +155,7 @@ def test_smoothing_is_a_normalized_exponential_average(tab: Tab) -> None:
 
 def test_log_axis_omits_values_that_are_not_positive(tab: Tab) -> None:
     distribution = f"{DRAWN}('Trainer–rollout mismatch').plot.scales.y.distr"
-    assert tab.eval(distribution) == 3  # automatic
+    assert tab.eval(distribution) == 3  # uPlot's logarithmic scale, chosen automatically
     values = values_of(tab, "Trainer–rollout mismatch")
     assert values[:8] == pytest.approx([10.0**-step for step in range(1, 9)]) and set(values[8:]) == {None}
     choose(tab, "y-axis", "linear")

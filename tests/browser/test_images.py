@@ -100,7 +100,7 @@ def test_prompts_have_one_row_of_images_per_step(tab: Tab) -> None:
     assert tab.eval("document.getElementById('count').textContent") == "3 of 3 prompts"
     assert tab.eval("stepSelect.disabled && previous.disabled && next.disabled")
     choose(tab, "text", "digit 2")
-    choose(tab, "least", "0.7")  # only the best samples of the last steps
+    choose(tab, "least", "0.7")  # matches only the best samples of the last steps
     [section] = tab.eval(SECTIONS)
     assert section["title"] == "Prompt · 3 steps" and section["steps"] == ["step 2", "step 3", "step 4"]
     choose(tab, "view", "groups")

@@ -222,7 +222,7 @@ def test_live_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     options = ["".join(text) for tag, _, text in elements.all if tag == "option"]
     assert [text for text in options if text.startswith("step ")] == ["step 1", "step 2"] and len(
         calls
-    ) == 2  # the page is loaded once
+    ) == 2  # the page is loaded only once
     assert "0.250 → 0.375" in "".join(text for tag, _, texts in elements.all if tag == "dd" for text in texts)
     assert elements.texts("id")[0].startswith("2.")  # the view stays at the last step
     assert [file.name for file in run.iterdir() if file.suffix == ".html"] == []

@@ -59,7 +59,7 @@ class ClusterRun:
     def signal_all(self, number: int) -> None:
         """Signal megarl on all machines."""
         for nsenter in self.processes:
-            with suppress(psutil.NoSuchProcess):  # it has exited
+            with suppress(psutil.NoSuchProcess):  # nsenter has exited
                 for process in psutil.Process(nsenter.pid).children():  # nsenter does not forward signals
                     process.send_signal(number)
 

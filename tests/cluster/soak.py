@@ -34,7 +34,7 @@ SPACING = 5
 """Steps between two faults, on average."""
 
 AFTER = 3
-"""Number of steps after a fault whose delay is measured. All of them end before the next fault."""
+"""Number of steps after each fault whose delay is measured. They all end before the next fault."""
 
 HEALS_S = 10
 """Duration of temporary faults, in seconds."""
@@ -53,7 +53,7 @@ PATTERNS = {
     "GCS": "/gcs_server ",
     "megarl join": r" -m \S+ join ",
 }
-"""Process -> pattern of its command line."""
+"""Process -> regular expression for its command line."""
 
 FAULTS: Mapping[str, int] = {
     "SIGKILL trainer rank": 6,
@@ -107,7 +107,7 @@ class World(Environment):
 FILL = """
 until mount -o remount,size=$(($(df -B1 --output=used /dev/shm | tail -1) + 4096)) /dev/shm; do sleep 0.1; done
 """
-"""Shrinks shared memory to its contents and one more page."""
+"""Program that shrinks shared memory to the size of its contents plus one page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +263,7 @@ class Soak:
     def _corrupt(self, first: Machine) -> str:
         """Damage a file of the newest checkpoint, and kill the driver, so that the run must resume from one."""
         [driver] = _pids(first, DRIVER)
-        first.run("kill", "-SIGSTOP", str(driver))  # no newer checkpoint appears meanwhile
+        first.run("kill", "-SIGSTOP", str(driver))  # so that `latest` does not change
         name = (self.run.folder / "checkpoints/latest").read_text().strip()
         file = max((self.run.folder / "checkpoints" / name / "actor").iterdir(), key=lambda path: path.stat().st_size)
         with file.open("r+b") as stream:

@@ -63,12 +63,12 @@ def test_job_finishes_despite_faults(cluster: Slurm, shared: Path) -> None:
     assert run.resumed[-1] > saved
     assert "% of" in run.log and "steps whose results were kept took" in run.log
 
-    # The last fault: after it, Slurm without a database does not update the job until its script is killed.
+    # This must be the last fault: without a database, Slurm then does not update the job until its script is killed.
     number, saved = len(run.attempts), run.resumed[-1]
     machines[second].crash()
     run.wait_for_line(rf"^job: megarl: error: .*: lost node {second}\.", seconds=WAIT_S)
     nodes = run.wait_for_attempt(number + 1)
-    assert (run.job["Restarts"], nodes[0]) == ("2", first)  # in the same allocation
+    assert (run.job["Restarts"], nodes[0]) == ("2", first)  # still the same allocation
     assert second not in nodes
     assert run.resumed[-1] >= saved
 

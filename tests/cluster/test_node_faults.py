@@ -20,7 +20,7 @@ def test_lost_node_is_named_and_other_nodes_end(machines: list[Machine], shared:
     with ExitStack() as mending, cluster_run(machines[:2], shared, "lost", *COMMON, "run.steps=1000000") as run:
         run.wait_for_step(2)
         machines[1].cut()
-        mending.callback(machines[1].mend)  # even if the test fails: other tests need the machine
+        mending.callback(machines[1].mend)  # even if this test fails, because other tests need the machine
         run.check_end(0, WAIT_S, 1)
         assert "lost node n1. See" in run.output(0).splitlines()[-1]
         # The node noticed the loss itself, or read in the shared files that the driver had ended the run.

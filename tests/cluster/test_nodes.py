@@ -23,8 +23,8 @@ from tests.tiny_model import write_tiny_llama
 
 STEPS = 4
 RECIPES = {
-    # Each node has one actor stage and one engine rank, which needs both stages: one of them is sent. Each critic rank
-    # holds the whole critic.
+    # Each node has one actor stage and one engine rank. The engine rank needs both stages, so one of them is sent. Each
+    # critic rank holds the whole critic.
     "colocated PPO on 2": (
         2,
         [
@@ -55,7 +55,7 @@ TRANSPORTS = {
 def test_multi_node_run_equals_single_machine(machines: list[Machine], shared: Path, name: str) -> None:
     count, overrides = RECIPES[name]
     short, overrides = name.split()[1], [*COMMON, *overrides, f"run.steps={STEPS}"]
-    vllm = "rollout.tp=2" in overrides  # an engine over two nodes
+    vllm = "rollout.tp=2" in overrides  # such an engine spans two nodes
     alone = on_one_machine(shared, f"{short}-alone", *overrides, vllm=vllm, megatron=True)
     with cluster_run(machines[:count], shared, f"{short}-nodes", *overrides, vllm=vllm, megatron=True) as run:
         for number in range(count):

@@ -57,7 +57,7 @@ def test_lost_time_is_the_delay_of_the_next_steps(tmp_path: Path) -> None:
     stop = {"number": 1, "ended_attempts": 0, "median_s": 10.0, "longest_s": 10.0}
     assert figures["kinds"] == {"kill": kill, "stop": stop}
     with pytest.raises(StopIteration):
-        lost_time(tmp_path, faults)  # the run ended before three more steps
+        lost_time(tmp_path, faults)  # fewer than three steps follow the last fault
 
 
 @pytest.mark.exhaustive

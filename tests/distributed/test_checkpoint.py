@@ -56,7 +56,7 @@ from tests.tiny_model import add_mtp_layer, write_tiny_llama, write_tiny_model
 
 UPDATES = [random_groups(seed) for seed in range(3)]
 SAVED_AFTER = 2
-# These sizes force Megatron to pad its buffers between parameters and at the end.
+# With these sizes, Megatron pads its buffers between parameters and at the end.
 SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4)
 PAIRS = {
     "PP2 and 1 process": ("pp: 2", ""),
@@ -348,7 +348,7 @@ def test_ranks_write_and_read_only_their_own_range(model, tmp_path):
     assert read == [(written[file, "weights"] + written[file, "optimizer"], {file}) for file in own]
     elsewhere = config_of(model, "model.dtype=bfloat16", "actor.layout.tp=2")
     sizes = [num_bytes for num_bytes, _ in run_ranks(2, bytes_read, elsewhere, model, checkpoint)]
-    assert sum(sizes) == 14 * (count + 9 * SIZES["hidden_size"])  # both ranks hold the norms
+    assert sum(sizes) == 14 * (count + 9 * SIZES["hidden_size"])  # norms are read by both ranks
 
 
 def test_optimizer_saved_in_whole_tensors_resumes(model, tmp_path):
@@ -428,8 +428,8 @@ def load(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) 
 
 
 def test_checkpoint_holds_the_weights_at_the_time_of_the_save(model, tmp_path):
-    # In bfloat16, the model's weights differ from the optimizer's main weights. Each rank reads half of the main
-    # weights.
+    # Use bfloat16, in which the model's weights differ from the optimizer's main weights. Each rank reads half of the
+    # main weights.
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     held, checkpoint = saved_by(config, model, tmp_path, function=save_late)
     for loaded, result in zip(run_ranks(2, load, config, model, checkpoint), held, strict=True):

@@ -108,7 +108,7 @@ def save_with_megatron(store, rank: int, config: Config, model: Path, out: Path)
     worker = ActorWorker(config, model, rank, store, threads=1)
     dist_checkpointing.save({"model": worker.chunks[0].module.sharded_state_dict()}, str(out))
     for child in psutil.Process().children(recursive=True):
-        child.kill()  # ranks exit without exit handlers, which would leave the process of Megatron's queue running
+        child.kill()  # ranks skip their exit handlers, so the process of Megatron's queue would keep running
 
 
 def test_checkpoint_from_megatrons_own_writer_converts(tmp_path):

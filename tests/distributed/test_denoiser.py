@@ -125,7 +125,7 @@ def plain_outcome(tiny: TinyDenoiser, folder: Path, factors: dict[str, torch.Ten
     value, _ = loss(documents, velocities)
     value.backward()
     trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    # Captions' queries in the last layer are not used.
+    # The last layer does not use queries of captions, so they have no gradient.
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
     norm = torch.nn.utils.get_total_norm(gradients.values())
     by_number = {f"document {number}": velocity.detach() for number, velocity in enumerate(velocities)}

@@ -99,12 +99,12 @@ def test_closed_form_matches_measured_memory(tmp_path, case):
         form = rank_memory(MODEL, layout, rank, num_bytes, TOKENS, 0, 1, recompute)
         assert form.weights == count * num_bytes
         is_first = rank < layout.world_size // layout.pp
-        # Recomputed activations are allocated in the backward pass.
+        # Exclude recomputed activations, which are allocated only in the backward pass.
         again = layer_bytes(shape, layout, num_bytes) - layer_bytes(shape, layout, num_bytes, recompute)
         layers = 0 if recompute == "full" else MODEL["n_layers"] / layout.pp + is_first * shape.refiners
         more = layers * _more_on_cpu(shape, layout, num_bytes)
         expected = form.activations + form.head + TOKENS / layout.cp * (more - again)
-        # With full recomputation, the closed form omits a tenth of the bytes: the inputs of the embeddings.
+        # The closed form omits the inputs of the embeddings, a tenth of the bytes with full recomputation.
         assert saved == pytest.approx(expected, rel=0.1 if recompute == "full" else 0.06)
 
 

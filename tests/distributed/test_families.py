@@ -82,7 +82,7 @@ GATED_DELTA = dict(
     linear_num_value_heads=8,
     linear_key_head_dim=6,
     linear_value_head_dim=10,
-    rms_norm_eps=1e-3,  # the delta net's first outputs are near zero: its norm would amplify their rounding
+    rms_norm_eps=1e-3,  # large, because the delta net's norm would amplify rounding errors of near-zero outputs
     rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
 )
 GATED_DELTA_EXPERTS = dict(
@@ -228,7 +228,7 @@ VARIATIONS = (
     *("Llama, attention biases", "Llama, MLP biases", "Qwen3, tied", "Qwen3, experts"),
     *("DeepSeek-V3, YaRN without mscale", "GLM-4.5-Air", "Kimi K2", "Moonlight", "gpt-oss, rounded YaRN"),
 )
-"""Models whose parts all occur in other models."""
+"""Models without parts of their own: all parts also occur in other models."""
 
 
 LAYOUTS = {
@@ -277,7 +277,7 @@ IN_TEST = (
     *("DeepSeek-V3: PP2, TP2, SP", "DeepSeek-V3, YaRN: CP2", "GLM-4.5-Air: EP2, TP2, ETP1"),
     "gpt-oss: TP2, SP, EP2, ETP1",
 )
-"""`make test-exhaustive` runs the other layouts, and these models in one process."""
+"""Layouts that run by default. `make test-exhaustive` runs the others, and these models in one process."""
 
 ALONE = MODELS.keys() - {*VARIATIONS} - {case.partition(": ")[0] for case in IN_TEST}
 

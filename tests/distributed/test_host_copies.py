@@ -22,7 +22,7 @@ from tests.parity import RankResult
 from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 COPIED_AFTER = 2
-"""Number of updates before the copy. One more follows."""
+"""Number of updates before the copy. Another update follows it."""
 
 SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4)
 KEYS = {
@@ -48,10 +48,10 @@ def train_and_copy(
 ) -> tuple[RankResult, list[float], dict[str, float]]:
     """Copy the state after each update. The copy after the last update is interrupted. Return the state after it."""
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.copy_state(0, folder)  # before the optimizer has moments
+    worker.copy_state(0, folder)  # a copy before the optimizer has moments
     for number in range(COPIED_AFTER):
         update(worker, config, number)
-        draw()  # the generators advance
+        draw()  # advance the random generators
         worker.copy_state(number + 1, folder)
     drawn = draw()
     result = update(worker, config, COPIED_AFTER)
@@ -66,7 +66,7 @@ def restore_and_train(
     store, rank: int, config: Config, model: Path, folder: Path
 ) -> tuple[RankResult, list[float], dict[str, float]]:
     worker = ActorWorker(config, model, rank, store, threads=1)
-    for step in (COPIED_AFTER + 1, COPIED_AFTER - 1):  # interrupted, and overwritten by it
+    for step in (COPIED_AFTER + 1, COPIED_AFTER - 1):  # an interrupted copy, and the one that it overwrote
         names = ", ".join(f"actor-{number}" for number in range(config.actor.layout.world_size))
         with pytest.raises(InfrastructureFailure, match=rf"no node has a copy of {names} after step {step}\. Fix: "):
             worker.restore_state(step, folder)

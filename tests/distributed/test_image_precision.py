@@ -30,11 +30,11 @@ from tests.tiny_image_model import write_tiny_image_model
 
 NUM_UPDATES = 3
 EPS = 1.0
-"""Far above the gradients, so that Adam's moves are proportional to them and have the same relative error."""
+"""Far above the gradients, so that Adam's updates are proportional to gradients and have the same relative error."""
 RATE = 0.1
 """With EPS, three updates move most weights by less than a tenth of the distance to their neighbor in bfloat16."""
 FACTOR = 2
-"""Limit relative to the error of diffusers' class in bfloat16."""
+"""Maximum error relative to that of diffusers' class in bfloat16."""
 
 Tensors = dict[str, torch.Tensor]
 

@@ -174,7 +174,7 @@ def nft_reference(tiny, folder) -> Expected[Outcome]:
 
 def in_layout(folder: Path, layout: str, *overrides: str) -> Config:
     items = [f"actor.layout.{item}" for item in layout.split()]
-    if "dp=2" in layout:  # one step per microbatch: a rank with fewer steps has an empty one
+    if "dp=2" in layout:  # one denoising step per microbatch, so a rank with fewer steps has an empty microbatch
         items.append("actor.tokens_per_microbatch=300")
     return config_of(folder, *overrides, *items)
 

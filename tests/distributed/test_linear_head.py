@@ -17,7 +17,7 @@ SIZES = [(100, 102), (100, 180), (7, 12), (101, 150)]
 """Vocabulary size, without and with padding. In the second pair, one rank holds only padding."""
 
 BFLOAT16_TOLERANCE = 2e-2
-"""The shards round logits and their gradients to bfloat16."""
+"""Relative error allowed in bfloat16, to which the shards round logits and their gradients."""
 
 
 def inputs(vocab: int, padded: int, dtype: torch.dtype):

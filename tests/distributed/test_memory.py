@@ -164,14 +164,14 @@ FURTHER = (
     ),
     *("adapters, DP2", "adapters, experts, TP2, EP2", "adapters, two tokens, PP2"),
 )
-"""Cases whose keys all occur in other cases."""
+"""Cases without keys of their own: all keys also occur in other cases."""
 
 
 @pytest.mark.parametrize("case", exhaustive_but(CASES, *(CASES.keys() - {*FURTHER})))
 def test_closed_form_matches_measured_memory(folders, case):
     model, overrides = CASES[case]
     folder = folders[model]
-    # Torch's saved-tensor hooks return copies of parameters, which do not trigger overlapped gradient reduction.
+    # Disable overlapped gradient reduction, which copies of parameters from torch's saved-tensor hooks do not trigger.
     settings = ("actor.tokens_per_microbatch=256", "actor.overlap_communication=false")
     config = config_of(folder, *settings, *overrides)
     layout, hf_config = config.actor.layout, policy_hf_config(config, read_config(folder))
@@ -185,7 +185,7 @@ def test_closed_form_matches_measured_memory(folders, case):
         )
         for part in ("weights", "gradients", "optimizer"):
             assert getattr(form, part) == pytest.approx(measured[part], rel=0.05), part
-        # The head's tiles, the gradient of its rows, and recomputed activations are allocated in the backward pass.
+        # Exclude what is allocated only in the backward pass: the head's tiles, its row gradients, and recomputation.
         without = rank_memory(hf_config, layout, rank, num_bytes, 0, rows, 1).head
         predicted = (1 + config.actor.mtp.is_trained) * rows
         head = form.head - without + predicted * HIDDEN * num_bytes if form.head else 0
@@ -200,7 +200,7 @@ def test_closed_form_matches_measured_memory(folders, case):
     for measured, form in kept:
         if config.actor.adapters is None:
             assert form == pytest.approx(measured, rel=0.06)
-        else:  # layers before the first adapter and frozen norms save less
+        else:  # frozen norms and layers before the first adapter save less
             assert 0.7 * form < measured < 1.06 * form
 
 

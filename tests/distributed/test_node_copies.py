@@ -36,7 +36,7 @@ CASES = {
     "4 nodes, two are lost": (("actor.layout={tp: 2, pp: 2}",), [0, 1, 2, 3], [1, 3]),
     "uneven nodes, the last is lost": (("actor.layout.dp=3", "batch.prompts_per_update=3"), [4, 4, 7], [7]),
 }
-"""Layout, each rank's node, and the lost nodes."""
+"""Layout, node of each rank, and lost nodes."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def train_and_copy(
     worker, folder = ActorWorker(config, model, rank, store, threads=1), folder_of(nodes[rank], root)
     for number in range(COPIED_AFTER):
         update(worker, config, number)
-        draw()  # the generators advance
+        draw()  # advance the random generators
         worker.copy_state(number + 1, folder)
         worker.deliver_copies(number + 1, folder, keepers(nodes))
     drawn = draw()
@@ -89,7 +89,7 @@ def test_ranks_of_a_lost_node_continue_bit_for_bit(model: Path, tmp_path: Path, 
     after = run_ranks(len(nodes), restore_and_train, config, model, tmp_path, nodes)
     assert_same_weights([result for result, *_ in after], [result for result, *_ in before])
     assert [rest for _, *rest in after] == [rest for _, *rest in before]
-    # Another node may be lost before the next copy.
+    # After a restore, each copy must again be on two nodes, because another one may be lost before the next copy.
     for rank, keeper in enumerate(keepers(nodes)):
         for holder in (rank, keeper):
             assert files_of(rank, folder_of(nodes[holder], tmp_path)) == copies[rank]

@@ -46,7 +46,7 @@ def tensors(worker: ActorWorker) -> dict[Part, list[torch.Tensor]]:
 
 
 def checksum(values: Iterable[torch.Tensor]) -> str:
-    digest = hashlib.sha256()  # hash copies: numpy's use of a storage prevents resizing it
+    digest = hashlib.sha256()  # hash copies, because a storage that NumPy uses cannot be resized
     for value in values:
         digest.update(value.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

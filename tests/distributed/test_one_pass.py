@@ -62,7 +62,7 @@ def updates(store, rank: int, configs: Sequence[Config], folder: Path) -> list[t
 
 def update_of_role(store, rank: int, config: Config, folder: Path, role: Role) -> tuple[set[str], int, int, set[str]]:
     worker = worker_class(config, role)(config, folder, rank, store, threads=1)
-    worker.packing = replace(worker.packing, shares_prompts=False)  # several microbatches, also with pairs
+    worker.packing = replace(worker.packing, shares_prompts=False)  # so that even pairs fill several microbatches
     return watch_update(worker, config)
 
 

@@ -65,7 +65,7 @@ def test_decay_and_schedule_equal_plain_torch(folder, layout):
 
 
 SPOILED_SAMPLE = "1.1"
-"""The sample whose microbatch gets a loss that is not finite."""
+"""The sample whose microbatch gets a non-finite loss."""
 
 LAYOUTS = {
     "PP2, no clipping": ["actor.layout.pp=2", "actor.optimizer.clip_grad_norm=0.0"],

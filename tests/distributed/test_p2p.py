@@ -62,7 +62,7 @@ class Recorder:
         return self._group.send(tensors, receiver, tag)
 
     def recv(self, tensors, sender, tag):
-        if tag != UNUSED_TAG:  # a connection check, which happens on a slow machine
+        if tag != UNUSED_TAG:  # skip connection checks, which occur on slow machines
             self.hops.append((Link(sender, self._rank), tag))
         return self._group.recv(tensors, sender, tag)
 
@@ -215,7 +215,7 @@ def read_local_and_receive_remote(store: dist.Store, rank: int, case: Case) -> i
             assert not wrong
             num_bytes = transport._remote.sent_bytes
         store.add(f"done {factor}", 1)
-        # Sources must not change their weights while members read them.
+        # Wait, because sources must not change their weights while members read them.
         while store.add(f"done {factor}", 0) < len(case.members):
             time.sleep(0.01)
     return num_bytes
@@ -289,7 +289,7 @@ def fails_midway(store: dist.Store, rank: int, case: Case) -> str:
     except (RuntimeError, ValueError) as error:
         message = str(error)
     store.add("seen", 1)
-    while store.add("seen", 0) < len(case.members):  # an exit must not interrupt the waits of other members
+    while store.add("seen", 0) < len(case.members):  # exiting earlier would interrupt the waits of other members
         time.sleep(0.01)
     return message
 
@@ -329,7 +329,7 @@ def test_killed_member_is_detected_at_once():
 
 
 LARGE = 2**27
-"""Bytes of a message that does not fit into socket buffers."""
+"""Size in bytes of a message that does not fit into socket buffers."""
 SIGNAL_TAG = 2**30
 """A tag that no transport uses."""
 

@@ -87,7 +87,7 @@ def critic(actor, tmp_path_factory) -> Path:
 def write_critic(folder: Path, actor: Path) -> Path:
     """Write a classifier whose weights, including the head, differ from the actor's."""
     model = AutoModelForSequenceClassification.from_pretrained(actor, num_labels=1)
-    # transformers draws a new head from the global generator, whose state depends on earlier tests.
+    # Replace the new head, which transformers draws from the global generator, whose state depends on earlier tests.
     torch.nn.init.zeros_(model.score.weight)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def plain_ppo(
         reference = PpoReference(actor, critic, settings, known)
         for updates in steps:
             losses = reference.step(updates)
-        # transformers stacks experts in memory, but a checkpoint stores each expert separately.
+        # Separate the experts as in a checkpoint, because transformers stacks them in memory.
         models = reference.actor, reference.critic
         return Outcome(*losses, *(revert_weight_conversion(m, dict(m.named_parameters())) for m in models))
 

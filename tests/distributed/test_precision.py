@@ -23,7 +23,7 @@ from tests.parity import RankResult, canonical, config_of, local_batch, random_g
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""Half a unit in the last place, relative to the lower end of the binade (the unit roundoff)."""
+"""Unit roundoff: maximum relative rounding error of a number."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_main_weights_start_uniformly_in_rounding_cells(tmp_path, dtype):
     places = torch.cat(places)
     assert places.abs().max() < 0.5
     share = torch.histc(places, 20, -0.5, 0.5) / len(places)
-    assert (share - 0.05).abs().max() < 5 * (0.05 / len(places)) ** 0.5  # five standard deviations of a count
+    assert (share - 0.05).abs().max() < 5 * (0.05 / len(places)) ** 0.5  # five standard deviations
     neighbors = torch.corrcoef(torch.stack((places[1:], places[:-1])))[0, 1]
     assert neighbors.abs() < 5 / len(places) ** 0.5
 
@@ -189,7 +189,7 @@ def test_main_weights_accumulate_small_updates(folder):
     assert torch.equal(after, main.bfloat16())
     moved = (main - ran.main_before[FC2]).abs()
     large = before.abs() > 0.1  # their neighbors in bfloat16 are at least 0.1 · 2⁻⁹ away
-    assert 6 * rate < moved[large].median() < 9 * rate  # the same batch each time: Adam moves by the rate
+    assert 6 * rate < moved[large].median() < 9 * rate  # one batch: Adam moves by the learning rate
     assert (after == before)[large].float().mean() > 0.5
 
 

@@ -35,7 +35,7 @@ from tests.paths import CONFIGS
 from tests.tiny_model import write_tiny_llama
 
 RECIPES = sorted({*CONFIGS.glob("*-*.yaml")} - {*CONFIGS.glob("*-flow-grpo.yaml")})
-"""The recipes of language models. Those of image models: see test_image_updates."""
+"""The recipes of language models. test_image_updates covers those of image models."""
 TINY = (
     *("actor.layout={pp: 1}", "actor.layout.last_stage_layers=null", "actor.tokens_per_microbatch=256"),
     *("actor.optimizer.lr=0.001", "batch.prompts_per_step=4", "batch.samples_per_prompt=4"),
@@ -166,4 +166,4 @@ def test_recipe_trains(folder, recipe):
     assert set(calls) == {name for name in ("old log-probs", "reference log-probs") if passes.needed(config, name)}
     assert (config.algorithm.kl_metric in metrics[0]) == (config.algorithm.kl.coefficient > 0)
     if updates > 1 and config.algorithm.correction.old == "trainer":
-        assert metrics[0]["policy/ratio_max"] > 1  # in the later updates of a step
+        assert metrics[0]["policy/ratio_max"] > 1  # because of the later updates of the step

@@ -48,7 +48,8 @@ def train_and_watch(store, rank: int, config: Config, folder: Path) -> int:
     p2p_communication._p2p_ops = watched
     train(store, rank, config, folder, [random_groups(0), random_groups(1)])
     for send in sends:
-        if not send.complete:  # Megatron does not wait for the last send: the returned gradient implies completion
+        # Megatron does not wait for the last send, because receiving the gradient implies its completion.
+        if not send.complete:
             send.wait()
     return len(sends)
 

@@ -38,7 +38,7 @@ IN_TEST = {
 ADAPTED = "dense", "zero-centered norms", *lora.FACTORS
 
 APART = {"Qwen3", "DeepSeek-V3, YaRN"}
-"""Models that are also trained on packs without shared prompts, for which Transformer Engine's attention is used."""
+"""Models that are also trained without shared prompts, because only such packs use Transformer Engine's attention."""
 
 FP8 = dict(
     delayed=("TEDelayedScaling", "HYBRID", "none"),
@@ -46,8 +46,8 @@ FP8 = dict(
     blockwise=("Float8BlockScaling", "E4M3", "full"),
     mxfp8=("MXFP8BlockScaling", "E4M3", "none"),
 )
-"""Our recipe name -> its class in Megatron or Transformer Engine, its format, and an actor.recompute mode. Under fp8,
-Megatron recomputes through Transformer Engine's functions."""
+"""megarl's recipe name -> its class in Megatron or Transformer Engine, its format, and an actor.recompute mode. Under
+fp8, Megatron recomputes through Transformer Engine's functions."""
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ CASES = {
     "TP3 SP": (0.01, 2, "{tp: 3, sequence_parallel: true}"),
     "DP2, the whole step": (5.0, 1, "{dp: 2}"),
 }
-"""Limit, trials and layout. The quadratic model's full step exceeds the small limit, and half of it does not."""
+"""KL limit, trials and layout. The quadratic model's full step exceeds the small limit, but half of it does not."""
 
 
 @pytest.mark.parametrize("case", exhaustive_but(CASES, "CP2 PP2", "DP2, the whole step"))

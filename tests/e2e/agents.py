@@ -24,7 +24,7 @@ SEARCH_WORDS = ("<search>", "</search>", "<information>", "</information>", "<an
 CALL, NAMES = ("<tool_call>", "</tool_call>"), ("add", "multiply")
 ARGUMENTS = ('{"name": "', '", "arguments": {"a": ', ', "b": ', "}}")
 TOOL_TEMPLATE = "{% if tools %}{{ '<|system|>' + tools | length | string + eos_token }}{% endif %}" + CHAT_TEMPLATE
-"""A template that supports tools, but states only their number."""
+"""Chat template that renders only the number of tools."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def main(recipe: Path, overrides: list[str]) -> None:
             messages["nothing"] = check_message(config, workers, loop)
             messages["temperature"] = check_message(config.model_copy(update={"rollout": other}), workers, loop)
             for name, break_it in BROKEN.items():
-                workers.refit.run(version=0)  # restores the weights
+                workers.refit.run(version=0)  # restores the weights that the previous case changed
                 in_vllm(workers, break_it)
                 messages[name] = check_message(config, workers, loop)
             workers.close()

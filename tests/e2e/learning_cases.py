@@ -24,12 +24,12 @@ from tests.e2e.learning_tasks import (
 from tests.e2e.tiny_families import GATED_DELTA, GPT_OSS_YARN
 
 ON_POLICY = ("batch.prompts_per_update=8",)
-TWO_UPDATES = ("batch.prompts_per_update=4",)  # with one update the objective's ratio stays 1
+TWO_UPDATES = ("batch.prompts_per_update=4",)  # with one update per step, the ratio would stay 1
 ONE_SAMPLE = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=1")
-ALL_ROWS = ("batch.prompts_per_step=40", "batch.prompts_per_update=40")  # the whole offline data set in each update
-ANNEALED = "actor.optimizer.schedule.name=linear"  # anneal, so that little noise remains at the end
+ALL_ROWS = ("batch.prompts_per_step=40", "batch.prompts_per_update=40")  # each update sees the whole offline data set
+ANNEALED = "actor.optimizer.schedule.name=linear"  # leaves little noise at the end
 APART = "cluster.placement=disaggregated"
-FEW_AT_ONCE = "rollout.vllm_overrides={max_num_seqs: 16}"  # so that rollouts are unfinished when a step has its samples
+FEW_AT_ONCE = "rollout.vllm_overrides={max_num_seqs: 16}"  # leaves rollouts unfinished when a step has enough samples
 OTHER_SEEDS = 1, 2
 CRITIC = ("critic.optimizer.lr=0.003", "critic.tokens_per_microbatch=1024", "critic.threads=1")
 
@@ -167,7 +167,7 @@ CASES: dict[str, Case] = {
     "clip": objective("clip"),
     "clip-higher, dual clip": objective("clip", "algorithm.objective={clip_high: 0.28, dual_clip: 3.0}"),
     "unclipped": objective("unclipped"),
-    # kl_limit=0.05 with damping=0.01, which overfits single tokens, reached only 0.43 in the same number of steps.
+    # With kl_limit=0.05 and damping=0.01, which overfits single tokens, the reward was only 0.43 after as many steps.
     "TRPO": Case(
         ("algorithm.objective.name=unclipped", *ON_POLICY, "algorithm.trust_region={kl_limit: 0.3, damping: 1.0}"),
         has_control=True,
@@ -192,15 +192,15 @@ CASES: dict[str, Case] = {
     "token reward model": given("name: token_reward_model, aggregation: token_mean", Labels(everywhere=True)),
     "DPO": given("name: dpo, beta: 0.5", Preferences(lambda share: logit(share) / 0.5), has_control=True),
     "IPO": given("name: ipo, beta: 0.1", Preferences(lambda share: (share - 0.5) / 0.1)),
-    # The hinge's slope is 1 − 2·p within its margin and 1 − p beyond it, which outweighs the other term.
+    # The hinge's slope is 1 − 2·p within its margin and 1 − p beyond it, where it outweighs the other term.
     # Adam overshoots and returns slowly.
     "SLiC": given(
         "name: slic, hinge_margin: 3.0, regularisation: 0.1",
         Preferences(lambda share: math.copysign(3.0, share - 0.5), is_relative=False),
         "actor.optimizer.lr=0.005",
     ),
-    # The learning rate is 10 times that of full training. The frozen head bounds the logits and with them the share at
-    # temperature 1.
+    # The learning rate is 10 times that of full training. The temperature is low, because the frozen head bounds the
+    # logits, which would limit the share at temperature 1.
     "GRPO, LoRA": estimator(
         "grpo",
         *("actor.lora={rank: 8}", "actor.optimizer.lr=0.1", "rollout.temperature=0.5"),
@@ -229,7 +229,7 @@ CASES: dict[str, Case] = {
         task=Letters(),
         has_control=True,
         start=0.25,
-        learned=0.8,  # batching depends on the turns' arrival, so runs are not reproducible
+        learned=0.8,  # low: batches depend on when turns arrive, so runs differ
     ),
     "Logic-RL": estimator(
         "reinforce_plus_plus",

@@ -104,7 +104,7 @@ def write_token_scorer(folder: Path, good: Sequence[int]) -> None:
 
 
 Optimum = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""(log-probs of the reference [P, V], rewards of the tokens [V], KL coefficient) -> the optimal policy's [P, V]."""
+"""(reference log-probs [P, V], token rewards [V], KL coefficient) -> log-probs of the optimal policy [P, V]."""
 
 
 def of_reverse_kl(reference: torch.Tensor, rewards: torch.Tensor, beta: float) -> torch.Tensor:

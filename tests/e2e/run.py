@@ -26,7 +26,7 @@ from tests.tiny_model import write_tiny_llama
 MEGARL = [sys.executable, "-m", "megarl.cli"]
 FAKE_MEGARL = [sys.executable, "-m", "tests.fakes.megarl"]
 UNCHECKED = ["logprob_check={limit: 1000, threshold: 1000, canaries: off}"]
-"""Fake engines' log-probs differ from the trainer's."""
+"""Keys that disable the check for runs with fake engines, whose log-probs differ from the trainer's."""
 
 SHARED_MEMORY = Path("/dev/shm")
 LISTEN = "0A"
@@ -137,7 +137,7 @@ class Run:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(WAIT_S)
         for process in self.processes():
-            with suppress(psutil.NoSuchProcess):  # it may exit with its parent
+            with suppress(psutil.NoSuchProcess):  # the process may exit with its parent
                 process.kill()
         self._process.wait()
         metrics = self.folder / "metrics.jsonl"
@@ -243,7 +243,7 @@ class Run:
     def wait_until_held(self, folder: Path) -> None:
         """Wait until sampling has finished and the run only waits for the blocked rewards."""
         (folder / "held").unlink(missing_ok=True)
-        # With concurrent calls, an actor's process title shows the one that started or finished last.
+        # The title of an actor with concurrent calls shows only the call that started or finished last.
         self.wait_until(lambda: (folder / "held").exists() and not self.find_all("ray::EngineActor.generate"))
 
     def wait_until(self, condition: Callable[[], object]) -> None:

@@ -52,9 +52,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-oss's EAGLE-3": ("eagle3", "gpt_oss", GPT_OSS),
     "Qwen3-Next's EAGLE-3": ("eagle3", "qwen3_next", GATED_DELTA_EXPERTS | TWO_LAYERS),
 }
-"""Method, and the policy's model_type and config.json keys in addition to SIZES."""
+"""Method, model_type of the policy, and its config.json keys in addition to SIZES."""
 RANK, ALPHAS = 4, (8, 16)
-"""Rank of the adapters, and their scales times the rank in the two versions of the policy."""
+"""Rank and alphas of the adapters in the two versions of the policy."""
 OWN_WEIGHTS: dict[str, dict[str, Any]] = {
     "Llama's EAGLE-3": dict(vocab=96),
     "gpt-oss's EAGLE-3": dict(vocab=96, has_embedding=True),
@@ -62,12 +62,12 @@ OWN_WEIGHTS: dict[str, dict[str, Any]] = {
 """Options of EAGLE-3 drafts that do not share the embedding and the output layer with the policy."""
 TRUNCATED = dict(top_k=8, top_p=0.9)
 OUTCOMES, TOKENS = 4, 3
-"""Tokens to choose from, and sampled tokens, of a response whose distribution is compared."""
+"""Number of tokens to choose from, and of sampled tokens, in responses whose distribution is compared."""
 NUM_SAMPLES = 1000
 PROMPT = (*range(6, 120), 5)
-"""Has every token that may follow, so that n-gram drafts exist after each of them."""
+"""Contains every token that can be sampled, so that an n-gram draft exists after each of them."""
 STOP = "7"
-"""A stop string, which is a part of several tokens."""
+"""A stop string that occurs inside several tokens."""
 FIRST_STEPS = 3
 LONG = 40
 
@@ -90,7 +90,7 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
         first, second = (adapted(base, folder / f"{alpha}", alpha) for alpha in ALPHAS)
     else:
         first, second = base, changed(base, folder / "second")
-    # The draft model is the first version of the policy, so that it is right often, but not always.
+    # Use the first version of the policy as the draft model, so that many drafts are accepted, but not all.
     draft = first
     if method == "eagle3":
         draft = write_eagle_draft(folder / "draft", first, **OWN_WEIGHTS.get(case, dict(is_speculators=True)))
@@ -284,7 +284,7 @@ def continued(models: Sequence[torch.nn.Module], sample: Sample) -> float:
     read = start + sample.versions[0].count - 1
     before = models[0](ids[:, :read], use_cache=True)
     cache = before.past_key_values
-    # One by one: gated delta nets of transformers ignore the cached state if there are several tokens.
+    # Process tokens one by one, because transformers' gated delta nets ignore the cached state for several tokens.
     after = [models[1](token, past_key_values=cache, use_cache=True).logits for token in ids[:, read:-1].split(1, 1)]
     logits = torch.cat((before.logits, *after), 1)[0, start - 1 :]
     expected = logits.log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]

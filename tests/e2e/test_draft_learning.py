@@ -28,9 +28,9 @@ GLM = dict(
 )
 DRAFTS = ("rollout.speculative={method: mtp, tokens: 1}", "rollout.max_new_tokens=8", "checkpoint.every_steps=null")
 HOT = "rollout.temperature=2.0"
-"""Lets the policy find the second sequence although it has learned the first."""
+"""High temperature, with which the policy finds the second sequence after it has learned the first."""
 FIRST, SECOND = 30, 30
-"""Steps that reward one sequence of digits, and then another one."""
+"""Number of steps that reward the first sequence of digits, and of those that then reward the second."""
 
 
 def accepted(run: Path) -> list[float]:

@@ -26,7 +26,7 @@ from tests.timing import LIMIT_S, START_S, WAIT_S
 pytestmark = pytest.mark.slow
 INTERRUPTED = "interrupted; stopping the run"
 ONE_RANK = "actor.layout.pp=1"
-"""For tests that do not kill the trainer."""
+"""Key for tests that do not kill a trainer."""
 RAYS_DEFAULTS = {6379, 8076, 8265, 10001}
 """Ray's default ports of the GCS, object manager, dashboard and clients."""
 
@@ -66,7 +66,7 @@ def test_ctrl_c(recipe: Path, tmp_path: Path, hold: Path) -> None:
     hold.unlink()
     with Run(recipe, tmp_path, ONE_RANK, vllm=True) as run:
         run.wait_for_step(2)
-        hold.touch()  # leave the CPU to the checks
+        hold.touch()  # pause the run, which leaves the CPU to the checks
         check_ray_requires_token(run)
         check_listens_only_on_loopback(run)
         check_no_default_ports(run)
@@ -133,7 +133,7 @@ def test_lost_trainer_is_named(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
 def test_lost_engine_is_named_while_waiting_for_rewards(recipe: Path, tmp_path: Path) -> None:
-    # With two ranks vLLM creates processes and shared memory itself.
+    # Use two ranks, for which vLLM itself creates processes and shared memory.
     with Run(recipe, tmp_path, "rollout.tp=2", vllm=True) as run:
         run.wait_until_held(recipe.parent)
         engine = run.find("ray::EngineActor")

@@ -35,7 +35,7 @@ OBJECTIVES = {
     ),
     "flow_dppo": ("algorithm.objective={name: flow_dppo}",),
 }
-"""Objectives with their published settings."""
+"""Objective -> keys with its published settings."""
 PERMUTED = """
 import random
 from megarl.rewards.digits import rendered_digits

@@ -33,7 +33,7 @@ def learned(series, model, tmp_path_factory) -> Path:
         "critic.optimizer.lr=0.003",
         f"critic.warmup_steps={WARMUP}",
         "critic.tokens_per_microbatch=512",
-        # Separate devices, and a KL too small to matter, so that the actor has a pass for the critic to overlap with.
+        # With separate devices and a negligible KL, the actor has a pass with which the critic's passes can overlap.
         "cluster.placement=disaggregated",
         "rollout.transport=shared_memory",
         "algorithm.kl.coefficient=1.0e-9",
@@ -97,7 +97,7 @@ def test_critic_implicit_reward_and_turn_rewards_combine(series, model, tmp_path
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
     assert all(step["update/epochs"] == 1 for step in steps), "epochs_kl_limit did not stop the second epoch"
     assert all(step["reward/mean"] > 0 for step in steps)
-    # The model starts equal to its reference: its rewards are 0, and its loss is ln 2.
+    # The model starts equal to its reference, so its rewards are 0 and its loss is ln 2.
     assert steps[0]["implicit_reward/loss"] > 0 and steps[0]["implicit_reward/grad_norm"] > 0
     assert all(step["value/grad_norm"] > 0 and step["policy/grad_norm"] > 0 for step in steps)
     offloaded = ["critic_parameters", *(f"implicit_reward_{part}" for part in ("parameters", "gradients", "optimizer"))]

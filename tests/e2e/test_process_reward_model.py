@@ -43,7 +43,7 @@ def test_trained_process_reward_model_rewards_steps(series, model, tmp_path):
         *(f"data.source={labelled(tmp_path)}", f"data.step_end={STEP_END}"),
     )
     steps = metrics_of(trained)
-    assert steps[0]["label/loss"] == pytest.approx(0.693, abs=1e-3)  # its head starts at zero
+    assert steps[0]["label/loss"] == pytest.approx(0.693, abs=1e-3)  # ln 2, because the head starts at zero
     assert fmean(step["label/accuracy"] for step in steps[-8:]) > 0.9
     run = train_in(
         series,

@@ -26,7 +26,7 @@ def run(arguments: list[str], folder: Path) -> list[dict]:
 
 
 def test_quickstart_learns_additions(tmp_path):
-    # A nested make also prints its directory.
+    # --no-print-directory, because a nested make would also print its directory.
     command = ["make", "-n", "--no-print-directory", "quickstart"]
     recipe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert recipe[-1] == ".venv/bin/megarl train configs/quickstart.yaml"

@@ -61,6 +61,6 @@ def test_online_dpo_learns_the_judges_preferences(series, model, tmp_path):
     )
     steps = metrics_of(run)
     assert all(step["reward/mean"] == step["reward/judge"] == pytest.approx(0.5) for step in steps)
-    assert steps[0]["policy/loss"] == pytest.approx(0.693, abs=1e-3)  # the policy still equals its reference
+    assert steps[0]["policy/loss"] == pytest.approx(0.693, abs=1e-3)  # ln 2: the policy still equals its reference
     assert steps[2]["policy/loss"] < 0.68 and steps[2]["preference/accuracy"] > 0.5
     assert all(step["preference/tied_frac"] < 0.5 and step["mismatch/logprob_abs_max"] < 1e-4 for step in steps)

@@ -80,9 +80,9 @@ from tests.tiny_model import add_mtp_layer, store_as_mxfp4, write_tiny_model
 
 pytestmark = pytest.mark.slow
 STACKS = "stacks.txt"
-"""File with the stack traces of a process that does not answer."""
+"""File for the stack traces of a process that does not respond."""
 BUCKET_BYTES = 2**16
-"""Smaller than some tensors."""
+"""Bucket size in bytes, smaller than some tensors."""
 STEPS_BEFORE_REFIT = 5
 FORK = multiprocessing.get_context("fork")
 
@@ -91,9 +91,10 @@ class Remote:
     """A process that builds an object and executes method calls on it."""
 
     def __init__(self, mp: BaseContext, build, *args):
-        gc.collect()  # in a fork, the finalizer of an earlier test's TCPStore would wait for its missing thread
+        # In the fork, the finalizers of earlier tests' TCPStores would wait for threads that the fork lacks.
+        gc.collect()
         self._connection, child = mp.Pipe()
-        # A short path, because vLLM creates sockets there, whose paths are limited to 107 bytes.
+        # Use a short path: vLLM creates sockets in the folder, and socket paths are limited to 107 bytes.
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
         self._process = mp.Process(target=serve, args=(child, self._scratch.name, build, args))
         self._process.start()
@@ -153,7 +154,7 @@ def serve(connection: Connection, scratch: str, build, args) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     try:
         served = build(*args)
-    except Exception as error:  # the first call receives it
+    except Exception as error:  # send the error to the first call
         connection.send(error)
         raise
     while True:
@@ -337,7 +338,7 @@ class TwoModels:
         """
         first, second = self._models
         ids = torch.tensor(sample.token_ids[None]).long()
-        # The second model is the first to process the last token that the first model sampled.
+        # The last token that the first model sampled is input only to the second model.
         read = len(sample.prompt.token_ids) + sample.versions[0].count - 1
         before = first(ids[:, :read], use_cache=True)
         cache = before.past_key_values if keep else second(ids[:, :read], use_cache=True).past_key_values
@@ -377,7 +378,7 @@ def config_of(folder: Path, layout: str, tp: int, overrides: Sequence[str] = ())
             "rollout.context_length=128",
             "rollout.kv_cache_gib=0.05",
             "rollout.temperature=1",
-            # So that some of eight samples wait for others to finish.
+            # With this limit, some of eight samples wait until others finish.
             "rollout.vllm_overrides={block_size: 32, max_num_seqs: 4}",
             *overrides,
         ],
@@ -437,9 +438,9 @@ OVER_TWO_WORKERS = (
     *("GLM-4.6", "Qwen3.5", "Qwen3.5, experts", "Qwen3-Next", "gpt-oss"),
 )
 EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1), ("GLM-4.6", 1)}
-"""Padded experts, tied dense weights with adapters, gated delta nets, and drafts with adapters. The others are
-exhaustive. An engine with two workers is in the cluster test of colocated PPO, and a refit of running requests in
-test_rollouts_ahead.py."""
+"""Cases that always run: padded experts, tied dense weights with adapters, gated delta nets, and drafts with adapters.
+`make test-exhaustive` runs the others. The cluster test of colocated PPO covers engines with two workers, and
+test_rollouts_ahead.py covers refits during requests."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
@@ -450,10 +451,10 @@ REPLAYED = [
     *[("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1), ("Qwen3-Next", 1)],
     ("gpt-oss, MXFP4", 1),
 ]
-"""In bfloat16, near-ties of the router would send some tokens to other experts in the trainer."""
+"""Cases that replay routes. In bfloat16, near-ties of the router would otherwise route some tokens to other experts."""
 FLOAT16 = [("Mistral", 1), ("GLM-4.5-Air", 1)]
 BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2), ("gpt-oss, MXFP4", 1)]
-"""vLLM would pack a convolution of this dtype for its CPU kernels. MXFP4 is read and exported in this dtype."""
+"""Cases in bfloat16, for which vLLM would pack convolutions for its CPU kernels, and to which MXFP4 is dequantized."""
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1), ("Qwen3.5, experts", 1), ("GLM-4.6", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 DRAFTING = [("GLM-4.6", 1)]
@@ -569,7 +570,7 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
         through, late_samples = engine.call("sample_through_a_refit", prompts(), 3)
         old, exported = exported, trainers.export(hf_config, shared_memory, tmp_path / "newer")
         check_samples_through_a_refit(through[:4], uninterrupted, remotes(FORK, TwoModels, old, exported))
-        late_samples += through[4:]  # the engine runs four at a time, so these started after the refit
+        late_samples += through[4:]  # these started after the refit, because the engine runs four at a time
     after = engine.call("greedy", prompts())
     assert after != before, "the updates did not change the greedy samples"
 
@@ -685,7 +686,7 @@ def check_wrong_weights_are_rejected(
     region = next(region for region in right if region.tensor == spoiled)
     trainers.begin("send")
     other.send("refit", 3, right)
-    # With two workers both fail, and the next call must not receive the second one's answer.
+    # With two workers, both fail. The next call must not receive the answer of the second one.
     wrong = rf"weights differ in 1 regions. The first is {spoiled}\[.* in megatron:[01] "
     with pytest.raises(RuntimeError, match=wrong):
         engine.call("refit", 3, right | {region: replace(right[region], value=0)})

@@ -26,7 +26,7 @@ from tests.timing import QUIET_S, START_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_part]
 STEPS = 8
-"""Steps of 4 prompts each. There are 8 prompts, so an epoch ends with every second step."""
+"""Number of steps. Each has 4 of the 8 prompts, so every second step ends an epoch."""
 
 NUM_TRIALS = 2
 """Number of wrong responses that a run scores before it starts; see megarl.environments.trial."""
@@ -56,7 +56,7 @@ EVALUATION = (
     "evaluation.every_steps=2",
     "evaluation.best.metric=evaluation/a/avg@1",
 )
-"""Keys of the interrupted runs. The uninterrupted run does not evaluate, which must not affect training."""
+"""Keys of the interrupted runs only, because evaluation must not affect training."""
 
 
 class Recipe:
@@ -68,7 +68,7 @@ class Recipe:
         (folder / "gated.py").write_text(REWARD)
         self._overrides = [
             f"rewards.functions=[{{function: {folder}/gated.py:digit_share}}]",
-            "rewards.processes=1",  # one process counts all calls
+            "rewards.processes=1",  # a single process, which counts all calls
             "actor.optimizer.lr=0.01",
             "algorithm.kl={coefficient: 0.05, renew_steps: 3, renew_share: 0.5}",
             "batch.prompts_per_update=2",
@@ -166,7 +166,7 @@ def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFact
     assert 5 <= reached <= 7
     forget_rewards(folder / "tiny")
     folder_of_finished = folder / "tiny" / "finished_rollouts" / f"after_{STEPS - 1:06d}"
-    # Killed when the rollouts of the last step have finished.
+    # Kill the run when the rollouts of the last step have finished.
     with recipe.run(folder, STEPS - 1 - reached, *EVALUATION, at_once) as run:
         run.wait_until(lambda: latest(folder) == STEPS - 1)
         run.wait_until_held(recipe.folder)
@@ -183,7 +183,7 @@ def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFact
             run.wait_until(lambda: latest(folder) == STEPS)
             assert f"resuming after step {reached} " in run.output
             assert "3 prompts have finished rollouts" in run.output
-            kill(run)  # after the last step, as this run has no step limit
+            kill(run)  # kill it after the last step, because this run has no step limit
         reached = STEPS
     run = recipe.finish(folder, *EVALUATION, at_once)
     assert f"resuming after step {reached} " in run.output

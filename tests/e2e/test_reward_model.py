@@ -60,7 +60,7 @@ def test_ppo_run_is_rewarded_by_a_model_and_a_function(series, model, tmp_path):
     assert len({step["reward/reward_model"] for step in steps}) == 2
     for step, file in zip(steps, sorted((run / "rollouts").iterdir()), strict=True):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        # With gae_lambda=1 the critic's target at every token is the rollout's reward.
+        # With gae_lambda=1, the critic's target at every token is the reward of the rollout.
         lengths = [row["num_response_tokens"] for row in rows]
         returns = sum(n * row["reward"] for n, row in zip(lengths, rows, strict=True)) / sum(lengths)
         assert step["value/return_mean"] == pytest.approx(returns, rel=1e-4, abs=1e-5)

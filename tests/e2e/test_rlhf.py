@@ -93,8 +93,8 @@ def test_fine_tuning_reaches_the_entropy_of_the_data(stages):
 
 def test_reward_model_learns_preferences(stages):
     steps = metrics_of(stages[1])
-    assert steps[0]["reward_model/loss"] == pytest.approx(0.693, abs=1e-3)  # its head starts at zero
-    # 256 pairs: guessing gives 0.5 ± 0.03. Four seeds gave 0.81 to 0.85, and rounding differs between processors.
+    assert steps[0]["reward_model/loss"] == pytest.approx(0.693, abs=1e-3)  # ln 2, because the head starts at zero
+    # Guessing on 256 pairs gives 0.5 ± 0.03, and four seeds gave 0.81 to 0.85. Rounding differs between processors.
     assert fmean(step["preference/accuracy"] for step in steps[-8:]) > 0.7
 
 
@@ -116,7 +116,7 @@ def test_policy_learns_preferences(stages):
     by_step: dict[int, list[float]] = {}
     for row in rows_of(stages[2]):
         by_step.setdefault(row["step"], []).append(digits(row["response"]))
-    assert fmean(by_step[1]) < 1.5  # of three characters
+    assert fmean(by_step[1]) < 1.5  # responses have three characters
     assert fmean(by_step[8]) > fmean(by_step[1]) + 0.5
     rewards = [step["reward/mean"] for step in metrics_of(stages[2])]
     assert rewards[-1] > rewards[0] + 0.5

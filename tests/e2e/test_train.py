@@ -33,10 +33,10 @@ from tests.tiny_model import write_tiny_llama
 pytestmark = pytest.mark.slow
 OFFLOAD = "actor.offload=[gradients, optimizer]"
 TURNS = (OFFLOAD, "rollout.sleep=true")
-"""Trainers and engines free their memory for each other."""
+"""Keys with which trainers and engines free their memory for each other."""
 REWARD = Path(__file__).with_name("digits.py")
 ROUNDS = ("batch.sampling_rounds=2", f"rewards.functions=[{{function: '{REWARD}:digit_share_of_even_sums'}}]")
-"""Half of the prompts are uninformative, and others are sampled in their place."""
+"""Keys with which half of the prompts are uninformative, so that other prompts are sampled in their place."""
 EVALUATION = (
     "evaluation.sets=[{name: greedy, size: 6}, {name: sampled, size: 5, samples_per_prompt: 4, temperature: 0.8, "
     "top_k: 20, max_new_tokens: 5, success_above: 0.7, every_steps: 5}]"
@@ -359,7 +359,7 @@ def test_layouts_train(series, tmp_path, overrides, ranks):
         begin = ["refit", *canaries, *evaluation]
         assert turns_of(run) == [*begin, *step, *step, *evaluation, "save_checkpoint", "offload"]
     if "algorithm.kl.coefficient=0.01" in overrides:
-        # In a step's second update the policy differs from the one that sampled and from the initial one.
+        # In the second update of a step, the policy differs from the sampling policy and from the reference.
         assert all(step["kl/loss_token_k3"] > 0 and step["policy/ratio_max"] > 1 for step in steps)
     assert all(("policy/drift_abs_max" in step) == ("batch.prompts_per_update=4" in overrides) for step in steps)
     assert all(step["mismatch/logprob_abs_max"] <= 1e-4 for step in steps)

@@ -40,7 +40,7 @@ def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
     os.environ.update(environment(ranks=1, threads=1, index=0))
     from megarl.rollout.vllm.reward_model import VllmClassifier, classifier_arguments
 
-    # Keep all engines alive, because the first engine that is deleted would destroy the process group.
+    # Keep all engines alive, because deleting one would destroy the process group that they share.
     engines = [VllmClassifier(classifier_arguments(config(folder), folder)) for folder in folders]
     return [[scores.tolist() for scores in engine.scores(SAMPLES)] for engine in engines]
 
@@ -61,7 +61,7 @@ def test_classifier_scores_as_megatron(reward_model):  # noqa: F811
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.exhaustive
 def test_every_family_scores_as_transformers(tmp_path, kind):
-    # MoE models first: vLLM creates a process's process groups for its first model, and dense models need fewer.
+    # Load MoE models first: vLLM creates the process groups for the first model, and dense models need fewer.
     names = sorted(MODELS, key=lambda name: not any("experts" in key for key in MODELS[name][1]))
     folders = {name: tmp_path / str(i) for i, name in enumerate(names)}
     models = {}

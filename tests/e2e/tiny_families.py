@@ -1,6 +1,6 @@
 """Keys of the config.json of tiny models that vLLM runs on CPUs, by family, in addition to SIZES."""
 
-# vLLM's CPU kernels need a head size of 32 and experts with a multiple of 32 rows.
+# vLLM's CPU kernels require a head dim of at least 32 and experts whose number of rows is a multiple of 32.
 SIZES = dict(
     vocab_size=128,
     hidden_size=64,

@@ -31,7 +31,7 @@ from megarl.resharding.verification import Checksum, Region, check_weights, diff
 from megarl.rollout.engine import EngineInfo, SamplingRequest, SyncStats, TurnRequest
 
 TOKEN_S = 0.005
-"""Seconds per token. As in a real engine, calls overlap and can be interrupted."""
+"""Seconds per token, so that calls overlap and can be interrupted as in a real engine."""
 
 STOP_PROBABILITY = 0.1
 

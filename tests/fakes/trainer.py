@@ -41,8 +41,8 @@ from megarl.resharding.transports.transport import Transport
 from megarl.resharding.verification import Checksum, Region, source_checksums
 
 FACTORS, UNIT = 1009, 1e-5
-"""Number of factors and their spacing. They are close to -1, so that every update changes even bfloat16
-weights, but thousands of updates leave their magnitude as it is."""
+"""Number of factors by which weights are multiplied, and their spacing. They are close to -1, so that every update
+changes even bfloat16 weights, but thousands of updates hardly change their magnitudes."""
 
 METRICS = ("policy/loss", "policy/grad_norm", "policy/lr")
 """Metrics of an update. The value of each is the magnitude of the factor."""

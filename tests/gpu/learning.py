@@ -17,7 +17,7 @@ from megarl.megatron.workers.actor import ActorWorker
 from tests.parity import RankResult, config_of, local_batch, rank_batches, whole_tensors
 
 PROMPTS, SAMPLES, TOKENS = 8, 8, 8
-"""Prompts per step, samples per prompt, and response tokens per sample."""
+"""Numbers of prompts per step, of samples per prompt, and of response tokens per sample."""
 
 
 def learning_config(folder: Path) -> Config:

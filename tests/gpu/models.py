@@ -20,7 +20,7 @@ ROUTED = dict(moe_intermediate_size=256, num_experts_per_tok=2)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", HEADS),
     "experts": ("qwen3_moe", HEADS | ROUTED | dict(num_experts=4, norm_topk_prob=True)),
-    # The head sizes are DeepSeek-V3's, the only ones that the kernels support.
+    # Use DeepSeek-V3's head dims, the only ones that the kernels support.
     "latent": (
         "deepseek_v3",
         dict(

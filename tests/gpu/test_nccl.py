@@ -23,7 +23,7 @@ from tests.unit.resharding.cases import layout_of
 
 pytestmark = needs_gpus(2, can_rehearse=False)
 OTHER_MEMORY = 256 * 2**20
-"""Allowance for memory other than buffers in the first exchange: NCCL's kernels and the transport's messages."""
+"""Bytes allowed in the first exchange besides NCCL's buffers: for its kernels and the transport's messages."""
 
 
 def a_case() -> Case:
@@ -35,7 +35,7 @@ class Rank:
 
     def __init__(self, rank: int, port: int, rendezvous: str = "first"):
         torch.cuda.set_device(rank)
-        # Larger tensors are sent separately from the packed message, in the same batch.
+        # Send larger tensors in the same batch as the packed message, but outside it.
         messages.UNPACKED_BYTES_NCCL = 64
         case = a_case()
         self.holder = case.members[rank]
@@ -64,7 +64,7 @@ class Rank:
         else:
             self.transport.send()
             for tensor in self.weights.values():
-                tensor.mul_(2)  # exact, and an unfinished send would transfer the changed values
+                tensor.mul_(2)  # doubling is exact, and an unfinished send would transfer the doubled values
 
 
 def refit_twice(connection: Connection, rank: int, port: int) -> None:

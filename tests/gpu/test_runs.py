@@ -21,8 +21,8 @@ from tests.gpu.models import write_model
 from tests.tiny_model import write_tiny_model
 
 NEAR, NEAR_IN_FP8 = 0.05, 0.6
-"""Bounds of the mean difference between the trainer's and the engine's log-probs in nats per token: with bfloat16 and
-with fp8 engines."""
+"""Upper bounds on the mean difference between trainer and engine log-probs, in nats per token, with bfloat16 and with
+fp8 engines."""
 
 COLOCATED = ("cluster.placement=colocated", "rollout.sleep=true")
 MIB = 2**20

@@ -26,7 +26,7 @@ from tests.samples import training_ref
 from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 GRANULE = 2 * 2**20
-"""Torch's allocator reserves and releases multiples of this many bytes."""
+"""torch's allocator reserves and releases memory in multiples of this many bytes."""
 
 FRACTION = 1e-2
 """Allowed relative difference between the update after loading and the uninterrupted one. Attention's backward kernels

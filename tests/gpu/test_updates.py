@@ -35,8 +35,8 @@ Gradients = Mapping[str, torch.Tensor]
 UPDATES = [random_groups(0)]
 WHOLE, WORST = 0.05, 0.15
 WHOLE_IN_FP8 = 0.3
-"""Bounds of the gradient's distance from the reference relative to its norm, and of a tensor's largest difference
-relative to its largest value. bfloat16 on CPU reaches 0.03 and 0.09."""
+"""Upper bounds on the gradient's distance from the reference, relative to the reference's norm, and on a tensor's
+largest difference, relative to its largest value. bfloat16 on CPU reaches 0.03 and 0.09."""
 
 LAYOUTS = {
     "DP2": ("dense", "dp: 2"),
@@ -76,8 +76,8 @@ def gradients(folder: Path, layout: str, *overrides: str, **packing: Any) -> Gra
 
 def distances(ours: Gradients, theirs: Gradients) -> tuple[float, float]:
     """Return the relative distance of all gradients and the largest relative error of a tensor."""
-    # Stack the experts: a token near a routing boundary may choose another expert, and make up half of that expert's
-    # tokens.
+    # Compare stacked experts, because a token near a routing boundary may choose another expert and make up half of
+    # that expert's tokens.
     pairs = defaultdict[str, list[tuple[torch.Tensor, torch.Tensor]]](list)
     for name in ours.keys() & theirs.keys():
         pairs[re.sub(r"experts\.\d+", "experts", name)].append((ours[name], theirs[name].detach()))

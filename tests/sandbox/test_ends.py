@@ -40,7 +40,7 @@ DAEMON = f"""
     os.wait()
     print("daemon")
 """
-"""A program that leaves a daemon behind: in another session, without open pipes, ignoring signals."""
+"""A program that leaves a daemon behind, which has its own session and no open pipes, and ignores signals."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,7 +94,7 @@ def test_daemon_is_killed_with_its_program(provider):
     with nothing_left():
         alive = "import os; print(sum(name.isdigit() for name in os.listdir('/proc')))"
         finished = finish(provider, DAEMON, alive)
-        assert finished.stdout == b"2\n"  # the agent and this program
+        assert finished.stdout == b"2\n"  # the output is the number of processes: the agent and this program
         assert finish(provider, DAEMON).stdout == b"daemon\n"
 
 

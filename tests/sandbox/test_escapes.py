@@ -40,7 +40,7 @@ CALLS = {
     "sethostname": (170, b"a", 1),
     "reboot": (169, 0xFEE1DEAD, 672274793, 0, 0),
 }
-"""Numbers and arguments of system calls on x86_64."""
+"""System call -> its number on x86_64 and its arguments."""
 
 
 def attempts(*lines: str) -> str:
@@ -160,7 +160,7 @@ def test_processes_outside_are_not_visible(provider):
             print("no such process")
     """
     first, *rest = printed(provider, program).split(maxsplit=3)
-    assert first == "1" and rest[0] == rest[1]  # the agent and the program
+    assert first == "1" and rest[0] == rest[1]  # only the agent and the program are visible
     assert rest[2] == "no such process\n"
 
 

@@ -56,7 +56,7 @@ def test_head_is_measured_against_full_logits(tmp_path):
 def test_shared_prefix_updates_meet_their_target():
     recorded = figures.result("shared_prefixes")["cases"]
     assert recorded.keys() == shared_prefixes.CASES.keys()
-    # One prompt with a response per sample; and one prompt with five parts per rollout and a branch.
+    # The first case is a prompt with 8 responses, the second one a prompt with 4 rollouts of five parts, and a branch.
     tokens = dict(zip(recorded, [512 + 8 * 128, 256 + 4 * 5 * 64 + 64], strict=True))
     for name, case in recorded.items():
         samples = shared_prefixes.CASES[name](random.Random(0))
@@ -115,7 +115,7 @@ def test_share_of_changed_parameters_follows_step_and_ulp(tmp_path):
     step_in_cells = (rate / cells).clamp(max=1)
     for option in ("dithered", "stochastic rounding", "stochastic rounding, no main weights"):
         assert changed[option] == pytest.approx(float(step_in_cells.mean()), rel=0.1), option
-    half_finer = (step_in_cells * 8 > 0.5).double().mean()  # float16 has three bits more, above its subnormals
+    half_finer = (step_in_cells * 8 > 0.5).double().mean()  # float16 has three more mantissa bits for normal numbers
     assert changed["copies"] == pytest.approx(float((step_in_cells > 0.5).double().mean()), rel=0.1)
     assert changed["float16"] == pytest.approx(float(half_finer), rel=0.1)
 

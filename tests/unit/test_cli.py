@@ -346,7 +346,7 @@ def test_command_is_fast_and_has_no_heavy_imports(arguments: list[str], model: s
         "import runpy; runpy.run_module('megarl.cli', run_name='__main__')"
     )
     command = [sys.executable, "-c", code, *[text.replace("MODEL", model) for text in arguments]]
-    for _ in range(3):  # other load on the machine can double the CPU time of a process
+    for _ in range(3):  # several attempts, because other load can double the CPU time
         start = cpu_seconds_of_children()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         seconds = cpu_seconds_of_children() - start

@@ -45,8 +45,9 @@ LAYERS = (
     ("api", "train.py", "finetune.py"),
     ("cli.py", "__main__.py"),
 )
-"""The layers from bottom to top, as folders and files of megarl/. A module may import its own layer and lower ones. The
-longest matching path counts. The config is above algorithms, because their SPECs define its options."""
+"""The layers from bottom to top, as folders and files of megarl/. A module may import from its own layer and from lower
+ones. The longest matching path determines a module's layer. The config is above algorithms, because their SPECs define
+its options."""
 
 FORBIDDEN = {
     ("megatron", "rollout"),
@@ -110,7 +111,7 @@ def violations(file: str, source: str) -> list[str]:
     problems: list[tuple[int, str]] = []
     if layer(module) is None:
         problems.append((1, f"{module} belongs to no layer"))
-    # The package's root imports its public names lazily, and for type checkers.
+    # In the package's root, ignore imports for type checkers, because it imports public names lazily.
     for line, target in imports(run(tree) if module == "megarl" else ast.walk(tree), package):
         problems += [(line, problem) for problem in import_problems(module, target)]
     if is_light(module):

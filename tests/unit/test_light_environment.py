@@ -42,7 +42,7 @@ def closure() -> set[str]:
             visited.add((requirement.name, requested))
             try:
                 requires = distribution(requirement.name).requires or []
-            except PackageNotFoundError:  # only for other systems or Python versions
+            except PackageNotFoundError:  # required only on other systems or Python versions
                 continue
             pending += [(Requirement(line), requested) for line in requires]
     return {name for name, _ in visited}
@@ -94,7 +94,7 @@ def megarl(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProces
 
 
 def run(site: Path, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    # A run folder must not be inside the temporary directory, but the tests' folder may be.
+    # Set TMPDIR, because run folders must not be inside it, and the tests' folder may be in /tmp.
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "HOME": str(site), "TMPDIR": "/var/tmp"}
     command = [sys.executable, "-S", *command]  # without site-packages
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=RUN_S)
@@ -235,7 +235,7 @@ def test_init_writes_a_loadable_recipe(site, tmp_path, monkeypatch):
     done = megarl(site, "config", "show", recipe.name, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     monkeypatch.chdir(tmp_path)
-    assert done.stdout == dump(load(recipe))  # in this process, base.yaml is the checkout's
+    assert done.stdout == dump(load(recipe))  # this process reads base.yaml from the checkout
 
 
 def test_doctor_lists_missing_packages(site, tmp_path):

@@ -69,7 +69,7 @@ def test_captions_are_the_numbers_and_have_different_embeddings(folder):
     embeddings, _ = load_pipeline(folder).encode_prompt([row["prompt"] for row in rows])
     stacked = torch.stack(embeddings)
     stacked = stacked / stacked.norm(dim=-1, keepdim=True)
-    cosines = torch.einsum("ild,jld->ijl", stacked, stacked).amin(-1)  # of the token that differs most
+    cosines = torch.einsum("ild,jld->ijl", stacked, stacked).amin(-1)  # cosine of the token that differs most
     assert cosines.fill_diagonal_(0).max() < 0.9
 
 

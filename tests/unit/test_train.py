@@ -142,7 +142,7 @@ def test_skip_truncated_zeroes_the_policy_weight():
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    # The first prompt has responses of 4 and 1 tokens, the second one of 3 tokens. max_new_tokens is 16.
+    # The first prompt has responses of 4 and 1 tokens, and the second prompt one of 3 tokens. max_new_tokens is 16.
     [
         ("token_mean", [1 / 8] * 3),
         ("sequence_mean_of_token_means", [1 / 12, 1 / 3, 1 / 9]),

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # for tests.*, whose models and shapes benchmarks share
+sys.path.append(str(ROOT))  # benchmarks use models and shapes of tests.*
 
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -144,7 +144,7 @@ def run_logged(
             for child in children:
                 own |= _cpu_seconds(child.pid)
             time.sleep(0.5)
-    finally:  # also after SIGTERM, a timeout, and Ctrl-C, which does not reach the process groups
+    finally:  # also after SIGTERM, a timeout, or Ctrl-C, which does not reach the children's groups
         for child in children:
             child.terminate()
             child.wait()
@@ -188,7 +188,7 @@ def machine() -> dict[str, Any]:
 def machine_cpu_seconds() -> float:
     """Return the CPU time of all processes on all cores."""
     times = psutil.cpu_times()
-    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # user and nice contain guests
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # user and nice include guests
 
 
 def own_cpu_seconds() -> float:

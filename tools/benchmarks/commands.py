@@ -33,10 +33,10 @@ from tests.published_models import CONFIGS
 CASES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "tools/benchmarks/cases/reshard.yaml").read_text())
 
 MODEL = CONFIGS["Llama-3.2-1B"] | dict(hidden_size=3072, num_attention_heads=24, head_dim=128, dtype="bfloat16")
-"""The shape of Llama-3.2-3B, apart from the number of layers."""
+"""The config of Llama-3.2-3B, except for the number of layers."""
 
 SIZES = {"3B": 28, "tiny": 2}
-"""Name -> layers."""
+"""Name -> number of layers."""
 
 BLOCK_BYTES = 64 * 2**20
 

@@ -72,7 +72,7 @@ from megarl.step.scoring import select
 from tests.published_models import CONFIGS
 
 STEPS = 9
-"""Number of measured steps of a rank. The result is the median, because memory pools are empty in the first step."""
+"""Number of measured steps per rank. The result is the median, because memory pools are empty in the first step."""
 
 CALLS = 6
 """Number of calls to each rank per step: a forward pass, an update and its end, the refit, a copy for the checkpoint,
@@ -149,7 +149,7 @@ def measure_step(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]
     lap("complete a checkpoint", complete_checkpoint, scratch / "checkpoints", case.ranks)
     shorter = case._replace(tokens=case.tokens // 8)
     memory = {str(each.tokens): peak_bytes(step_of(each)) for each in (case, shorter)}
-    call_all_ranks(step.config, case.ranks, scratch, lap)  # last, because Ray's threads keep running
+    call_all_ranks(step.config, case.ranks, scratch, lap)  # call it last, because Ray's threads keep running
     return {
         **case._asdict(),
         "driver": {"cpu_seconds": lap, "peak_bytes_by_tokens": memory},

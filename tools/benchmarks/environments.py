@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ROLLOUTS, GROUP, TURNS, TURN_TOKENS, PROMPT_TOKENS, PROCESSES = 512, 8, 8, 16, 1000, 2
 MEDIAN_S, SIGMA = 0.2, 0.5
-"""Duration of a tool call, log-normal: its median in seconds, and the standard deviation of its logarithm."""
+"""Log-normal duration of a tool call: median in seconds, and standard deviation of the logarithm."""
 
 ENVIRONMENT = f"""
 import asyncio

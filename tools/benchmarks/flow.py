@@ -46,7 +46,7 @@ TRANSFORMER = {
     "axes_lens": [1024, 64, 64],
 }
 LATENTS, PATCH = 32, 2
-"""Height and width in latents of an image, and of one of its tokens."""
+"""Height and width in latents, of an image and of one of its tokens."""
 
 CAPTIONS: dict[str, Callable[[random.Random], float]] = {
     "equal captions": lambda _: 20,
@@ -57,8 +57,8 @@ CAPTIONS: dict[str, Callable[[random.Random], float]] = {
 NOISE_LEVEL, GUIDANCE, CLIP, LEARNING_RATE = 0.7, 4.0, 1e-3, 1e-5
 REWARDS = (1.0, 0.0)
 IMAGES, TOKENS, BATCHES, TIMES = 8, 4096, (4, 8), 3
-"""Images of a step, each with two trained denoising steps; tokens of megarl's microbatches; images in a batch of the
-plain loops; and processes that measure each side."""
+"""Images per step, each with two trained denoising steps; tokens per microbatch of megarl; images per batch of the
+plain loops; and number of processes that measure each side."""
 DENOISING = Denoising(
     height=LATENTS * PIXELS_PER_LATENT,
     width=LATENTS * PIXELS_PER_LATENT,
@@ -84,7 +84,7 @@ class Case:
 
 
 Work = Callable[[], object]
-"""What is measured."""
+"""Function whose time is measured."""
 
 
 def measure(_: object, work: Path) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def compare(case: Case) -> dict[str, Any]:
     counts."""
     samples = in_new_process(sampled, case)
     found: dict[str, Any] = {"caption_tokens": [len(sample.embedding.tokens) for sample in samples]}
-    # An update needs the transformer's weights, their gradients and Adam's state.
+    # An update needs the weights of the transformer, their gradients, and two Adam states.
     state_bytes = {"rollout": weight_bytes(case.folder), "update": 4 * weight_bytes(case.folder / "transformer")}
     for what, own, plain in (("rollout", rollout, plain_rollout), ("update", update, plain_update)):
         sides = [(own, case), *((plain, replace(case, batch=size)) for size in BATCHES)]

@@ -29,12 +29,12 @@ from tools.benchmarks.benchmark import load_config, run_benchmark
 CASES = yaml.safe_load((FOLDER / "cases/goodput.yaml").read_text())
 GPUS, TARGET = 1024, CASES["target"]
 TOLERANCE = 0.007
-"""Largest difference between the prediction and the simulation, as a fraction of the allocation."""
+"""Maximum difference between prediction and simulation, as a fraction of the allocated time."""
 WHOLE, IN_PLACE = CASES["recoveries"]
 START, RECOVERY = FOLDER / "results/start.json", FOLDER / "results/recovery.json"
 
 MAX_SPARES = 80
-"""Number of spare nodes up to which the best number is searched."""
+"""Maximum number of spare nodes in the search for the best number."""
 
 VARIED = {
     "failure rate": "rate",
@@ -45,7 +45,7 @@ VARIED = {
     "repair of a node": "repair_s",
     "wait for a node": "requeue_s",
 }
-"""Description -> field of FailureModel, for the sensitivity."""
+"""Description -> field of FailureModel that the sensitivity analysis varies."""
 
 FACTORS = (0.25, 4, 16)
 

@@ -50,7 +50,7 @@ def main() -> None:
     worker.update(LocalBatch(batch.samples, batch.microbatches[:1]))  # fills caches and memory pools
 
     def update() -> None:
-        # A new batch, so that its collation is timed as well.
+        # Use a new batch, so that the time includes its collation.
         worker.update(LocalBatch(batch.samples, batch.microbatches))
         worker.end_step()
 

@@ -32,11 +32,11 @@ FACTOR = 2.5
 """Predictions should be within this factor of the published times."""
 
 MISSES = [("NeMo-RL", "DeepSeek-V3", "256xH100"), ("verl", "DeepSeek-V3", "96xH20")]
-"""Runs whose predictions are worse: both are of the largest model, whose engines span four nodes."""
+"""Runs whose predictions are off by more than FACTOR. Both are of the largest model, whose engines span four nodes."""
 
 PROMPT = 150
-"""Prompt tokens in NeMo-RL's runs, an assumption for OpenMathInstruct-2 because its table lacks them. The table's mean
-length includes prompt and response."""
+"""Assumed prompt tokens in NeMo-RL's runs on OpenMathInstruct-2, which its table does not contain. The mean length in
+the table includes prompt and response."""
 
 
 @dataclass(frozen=True)

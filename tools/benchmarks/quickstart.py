@@ -33,14 +33,15 @@ from megarl.models.folder import resolve
 from tests.e2e.run import write_recipe
 
 PACKAGES = ("trl==1.16.0", "datasets==5.2.0", "pandas==3.1.1", "multiprocess==0.70.19", "xxhash==4.1.0")
-"""Packages of TRL beyond the project's, without dependencies: both sides run on the same torch and transformers."""
+"""Packages that TRL needs in addition to the project's. They are installed without dependencies, so that both sides use
+the same torch and transformers."""
 
 LINK = "import site; site.addsitedir({packages!r})\nimport sys; sys.modules['vllm'] = None\n"
-"""Python runs these lines at start. Without them TRL would import vLLM, and its memory would count for TRL."""
+"""Lines that Python runs at startup. They keep TRL from importing vLLM, whose memory would count for TRL."""
 
 TIMES = ("step", "rollout", "reward", "train", "refit")
 LEFT_OUT = 2
-"""Number of excluded first steps in runs with staleness, in which queues fill and kernels are compiled."""
+"""Number of first steps to exclude in runs with staleness, because queues fill and kernels are compiled in them."""
 
 SEPARATE = (
     "actor.layout={pp: 1, last_stage_layers: null}",
@@ -52,16 +53,16 @@ SEPARATE = (
     "rollout.max_new_tokens=48",
     "rollout.temperature=1.0",
 )
-"""Keys for one core each for engine and trainer."""
+"""Keys that give engine and trainer one core each."""
 
 SETTLE_S = 2.0
-"""Seconds for the driver to notice that spares are ready."""
+"""Seconds within which the driver notices that spares are ready."""
 
 FOUR_RANKS = ("actor.layout={pp: 2, dp: 2}", "rollout.replicas=2")
 
 
 def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    resolve(load(QUICKSTART).model.path)  # a first conversion of the model would count as start-up
+    resolve(load(QUICKSTART).model.path)  # convert the model now, because its first conversion would count as start-up
     python = build_environment(work / "environment")
     lines, conditions = train(work, QUICKSTART, f"run.steps={arguments.steps}")
     manifest = json.loads((work / "run" / "manifest.json").read_text(encoding="utf-8"))

@@ -361,7 +361,7 @@ def measure_rounds(case: Case, folder: Path) -> dict[str, Any]:
             link.append(sides.link_speed())
             for name, (prepare, run) in sides.ways.items():
                 prepare()
-                run()  # connects the processes, which stay connected in a run
+                run()  # connects the processes, which in a real run stay connected
                 sides.engine.call("wipe")
                 seconds[name].append(run())
                 checksums.add(str(sides.engine.call("checksums")))

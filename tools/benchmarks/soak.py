@@ -21,7 +21,7 @@ from tests.e2e.run import write_recipe
 
 def soak(seed: int, number: int | None, vllm: bool) -> dict[str, Any]:
     """Run the soak, or its first faults, and return its figures. The folder is kept: it has the run's logs."""
-    shared = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))  # machines see only this folder of /tmp
+    shared = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))  # the only folder in /tmp that emulated machines see
     print(f"seed {seed}, {sum(FAULTS.values())} faults, in {shared}", flush=True)
     write_recipe(shared)
     write_rewards(shared)

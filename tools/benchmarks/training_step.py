@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
-"""Makes glibc return freed memory, so that resident memory is close to the memory in use."""
+"""Environment variables with which glibc returns freed memory, so that resident memory is close to memory in use."""
 
 LAYOUTS = {"1 process": {}, "PP2": {"pp": 2}, "DP2": {"dp": 2}}
 

@@ -33,7 +33,7 @@ from megarl.rewards.numeric import numeric_match
 
 PACKAGES = ("trl", "transformers", "accelerate", "torch")
 MICROBATCH = 16
-"""Samples of a microbatch when training the quickstart."""
+"""Number of samples per microbatch for the quickstart."""
 
 COMMON = dict(
     lr_scheduler_type="constant",

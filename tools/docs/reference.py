@@ -21,7 +21,7 @@ from megarl.core.metric_names import METRICS
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 LINE = re.compile(r"^( *)([a-z_0-9]+):([^#\"]*|[^#]*\"[^\"]*\"[^#]*)(?:# (.*))?$")
-"""Indentation, key, value and comment of a line in base.yaml."""
+"""Matches the indentation, key, value and comment of a line in base.yaml."""
 
 
 def keys() -> dict[str, tuple[str, str]]:

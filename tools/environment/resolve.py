@@ -24,7 +24,7 @@ CONTAINER = ROOT / "launch" / "container"
 REQUIREMENTS, LOCK = CONTAINER / "requirements.txt", CONTAINER / "gpu-py312.lock"
 PIP = "pip==26.3"
 GLIBC = 39
-"""Minor version of the C library of Ubuntu 24.04, 2.39."""
+"""Minor version of glibc in Ubuntu 24.04, which has glibc 2.39."""
 
 PYTHON_312 = """
 import sys
@@ -35,7 +35,8 @@ here = markers.default_environment()
 markers.default_environment = lambda: here | {"python_version": "3.12", "python_full_version": "3.12.3"}
 sys.exit(main())
 """
-"""pip can select wheels for another Python version, but evaluates markers for the one that it runs on."""
+"""Program that runs pip with the markers of Python 3.12. pip can select wheels for another version, but evaluates
+markers for the version that it runs on."""
 
 
 def requirements_of_megarl() -> list[str]:

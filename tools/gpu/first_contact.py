@@ -83,7 +83,7 @@ class Process:
 
     def begin(self) -> None:
         self._begin = time.monotonic()
-        with suppress(BrokenPipeError):  # it failed during its imports: `wait` reports it
+        with suppress(BrokenPipeError):  # the process failed during its imports, which `wait` reports
             self._process.stdin.write(b"go\n")
             self._process.stdin.close()
 

@@ -26,7 +26,7 @@ ENTRY = struct.Struct("<HHIQIIHHIIIQQQ")
 architecture, offset and size of the name, flags, zero, and decompressed size."""
 CUBIN, IS_ZSTD = 2, 0x8000
 COMPRESSED_AT, DECOMPRESSED_AT = 16, 56
-"""Offsets in an entry's header."""
+"""Offsets of the compressed and decompressed sizes in an entry's header."""
 
 
 class Entry(NamedTuple):

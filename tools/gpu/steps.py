@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tools" / "benchmarks")]  # its files import each other by their bare names
+sys.path[:0] = [str(ROOT / "tools" / "benchmarks")]  # benchmarks import each other by bare names
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ from tests.tiny_model import write_tiny_model
 Figures = dict[str, Any]
 
 H100_FLOPS = 989.5e12
-"""Dense bfloat16 operations per second of an H100 SXM, by its datasheet."""
+"""Peak dense bfloat16 FLOP/s of an H100 SXM according to its datasheet."""
 
 TILES = [(4096, 8192), (8192, 8192), (8192, 16384)]
 
@@ -75,7 +75,7 @@ SHAPES["qwen2.5-1.5b"] = CONFIGS["Qwen2.5-0.5B"] | {
     "num_hidden_layers": 28,
     "intermediate_size": 8960,
 }
-# As many layers as fit on one GPU with their optimizer state.
+# The model has as many layers as fit on one GPU with their optimizer state.
 SHAPES["llama3.1-8b, 8 layers"] = CONFIGS["Llama-3.1-8B"] | {"num_hidden_layers": 8}
 SHAPES["tiny, 64 per head"] = SHAPES["tiny"] | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 
@@ -453,7 +453,7 @@ def _attention(heads: int, kv_heads: int, size: int, pack: list) -> Figures:
     num_tokens = int(tokens.max()) + 1
     query, key, value = (random(num_tokens, n, size).requires_grad_() for n in (heads, kv_heads, kv_heads))
     gradient, scale = random(num_tokens, heads, size), size**-0.5
-    # Shared tokens attend once, whatever the number of documents that contain them.
+    # Count the attention of shared tokens once, regardless of how many documents contain them.
     pairs = sum(prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in own) for prompt, own in pack)
     figures: Figures = {"tokens": num_tokens, "operations": 3 * 4 * heads * size * pairs}
     longest = int(boundaries.diff().max())
@@ -679,7 +679,7 @@ def tests() -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "tests/gpu", "--ignore=tests/gpu/test_runs.py", "-q"]
-        # This test reads the device's free memory, so offload_test runs it alone.
+        # Exclude a test that reads the device's free memory, which offload_test runs alone.
         command += ["--deselect=tests/gpu/test_state.py::test_offload_frees_the_reported_bytes"]
         command += pick(["--numprocesses=6", "--timeout=140"], ["-k", "gradients_equal and dense"])
         subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT)

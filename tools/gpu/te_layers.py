@@ -44,7 +44,7 @@ def compare_layers() -> dict[str, Errors]:
     }
     for name, chosen in recipes.items():
         layer = te.Linear(INPUT, OUTPUT, **bfloat16)
-        for _ in range(3 if name == "fp8_delayed" else 1):  # its scales come from earlier steps
+        for _ in range(3 if name == "fp8_delayed" else 1):  # its scales are based on earlier steps
             with te.autocast(enabled=True, recipe=chosen):
                 errors[f"linear, {name}"] = _linear(layer, _plain_linear)
     return errors

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 PROMPTS = ["a", "a", "a", "b", "c", "c", "c"]
-"""The prompt of each sample. One prompt has a single sample."""
+"""Prompt of each sample. One of the prompts has only one sample."""
 
 LENGTHS = [7, 4, 1, 5, 6, 4, 3]
 REWARDS = [1.0, 0.0, 0.25, 0.75, 1.0, -0.5, 0.3]
@@ -16,7 +16,7 @@ GREEDY = [0.5, 0.5, 0.5, 0.25, -0.1, -0.1, -0.1]
 """Reward of the greedy response to each sample's prompt."""
 
 UNTRAINED = [(0, 2), (0, 3), (1, 0), (3, 4), (4, 1), (4, 3), (5, 0), (5, 1), (5, 2), (5, 3)]
-"""(sample, token) pairs not trained on: inside, at the start and at the end of samples, and one whole sample."""
+"""(sample, token) pairs that are not trained on: inside, at the start and at the end of samples, and a whole sample."""
 
 FAR = {(0, 0): 1.9, (1, 2): 1.4, (3, 1): 1.7, (4, 5): -1.5}
 """(sample, token) pairs with log-ratios beyond all bounds of the objectives."""

@@ -87,7 +87,7 @@ def pair_losses(batch: dict[str, Any]) -> Numbers:
         "dpo": dict(loss_types=["sigmoid"]),
         "dpo_by_length": dict(loss_types=["sigmoid_norm"]),
         "ipo_by_length": dict(loss_types=["ipo"]),
-        "conservative_dpo": dict(loss_types=["aot"], label_smoothing=0.1),  # sorting has no effect on a single pair
+        "conservative_dpo": dict(loss_types=["aot"], label_smoothing=0.1),  # AOT's sorting does not affect single pairs
     }
     for name, settings in cases.items():
         pairs = [[0, 2], [1, 3]] if name == "conservative_dpo" else [[0, 1, 2, 3]]

@@ -16,7 +16,7 @@ from verl.workers.config.actor import PolicyLossConfig
 
 GAMMA, LAMBDA = 0.9, 0.8
 DIVERGENCES = [0.05, 0.3, 0.105, 0.1]
-"""KL divergences of four steps of an adaptive coefficient, around its target."""
+"""KL divergences in four steps of an adaptive KL coefficient, below and above its target."""
 
 Numbers = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -36,7 +36,7 @@ def advantages(batch: dict[str, Any]) -> Numbers:
 def _of_groups(batch: dict[str, Any]) -> Tensors:
     groups = dict(response_mask=padded(batch["mask"]), index=np.array(batch["prompts"]))
     whole = _whole(batch["rewards"], groups["response_mask"])
-    # GPG's factor counts nonzero rewards, and its groups of one have a baseline of 0.
+    # Give GPG other rewards: its factor counts nonzero ones, and its groups of one have a baseline of 0.
     of_gpg = whole + _whole([0.0 if prompt == "b" else 1.0 for prompt in batch["prompts"]], whole)
     of_gpg[batch["prompts"].index("b")] = 0
     plus_plus_baseline = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage
@@ -132,7 +132,7 @@ def losses(batch: dict[str, Any]) -> Numbers:
 
     def policy_loss(name: str, settings: dict[str, Any], how: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
-        # As in a run, count samples without a trained token.
+        # As in a training run, include samples without a trained token.
         config.global_batch_info["global_batch_size"] = len(mask)
         loss = core_algos.get_policy_loss_fn(name)
         return lambda now: loss(old, now, advantage, mask, **how, config=config)[0]

@@ -48,7 +48,7 @@ def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:
     """
     chances = best_of_k(rewards, k)
     best = max(rewards)
-    rewards = [reward - best for reward in rewards]  # makes the mean exactly 0 if every k-subset contains the best
+    rewards = [reward - best for reward in rewards]  # makes the mean exactly 0 if every k-subset has the best reward
     mean = math.fsum(p * reward for p, reward in zip(chances, rewards, strict=True))
     variance = math.fsum(p * (reward - mean) ** 2 for p, reward in zip(chances, rewards, strict=True))
     n, ranks = len(rewards), _ranks(rewards)

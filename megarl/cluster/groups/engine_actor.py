@@ -57,11 +57,11 @@ class EngineProcess(ReplicaActor):
     samples."""
 
     num_parts: ClassVar[int] = 1
-    """Number of objects that hold a sample."""
+    """Number of Ray objects in which a sample is stored."""
 
     @staticmethod
     def parts(sample: Any) -> Sequence[Any]:
-        """Return a sample's parts. The last one is for rewards."""
+        """Return the parts in which a sample is stored. The last part is the one for rewards."""
         return (sample,)
 
     def __init__(self, *arguments: Any):
@@ -157,7 +157,7 @@ class ImageEngineActor(EngineProcess):
             from megarl.rollout.diffusers.engine import DiffusersEngine
         device.claim(self._process.threads)
         denoising, pipeline = self._config.rollout.denoising, self._model_folder.parent
-        # `megarl evaluate` also sets this vLLM argument for image engines, to load the weights from the folder.
+        # For image engines too, `megarl evaluate` sets this vLLM argument to load the weights from the folder.
         loads_weights = self._config.rollout.vllm_overrides.get("load_format") == "auto"
         dtype = self._config.model.dtype
         self._worker = DiffusersEngine(pipeline, dtype, denoising.max_batch, denoising.offload, loads_weights)

@@ -192,7 +192,7 @@ class EngineGroup(ReplicaGroup):
         return self._switch(self._sleep, self._sleeps, keeps_weights or self.by_loader)
 
     def _switch(self, call: RemoteCall[None, Any, *Ts], applies: bool, *arguments: *Ts) -> Pending[None]:
-        """Run a method that makes the engines release or reclaim their devices, if `applies` is true."""
+        """Run a method with which the engines release or reclaim their devices, if `applies` is true."""
         done = self._submit(call.method, call.start(*arguments) if applies else {})
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
 
@@ -218,7 +218,8 @@ class EngineGroup(ReplicaGroup):
 
     @property
     def generations(self) -> list[Generation]:
-        """The generation of each live process. A restarted process has a different generation from its predecessor."""
+        """The generations of the live processes. A restarted process has a different generation from its
+        predecessor."""
         return [(name, self.router.losses[name]) for name in self._actors]
 
     @property

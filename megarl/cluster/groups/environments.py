@@ -99,7 +99,7 @@ class EnvironmentActor(AsyncProcessActor):
         on_finished: Callable[[list[Sample]], list[SampleRef]],
         max_concurrent: int,
     ) -> list[list[SampleRef]] | Aborted | None:
-        # RemoteTurns are reused across calls, because an agent that exits may leave turns unfinished.
+        # Reuse RemoteTurns across calls: an agent that has exited may have left unfinished turns in them.
         turns = self._turns.setdefault(engine, RemoteTurns(partial(engine.exchange.remote, self._process.name)))
         slots, names = asyncio.Semaphore(max(1, max_concurrent)), [request.sample_id for request in requests]
 
@@ -130,7 +130,8 @@ class EnvironmentActor(AsyncProcessActor):
             self._cancel(tasks)
 
     def _cancel(self, rollouts: Sequence[asyncio.Task[list[SampleRef]]]) -> None:
-        """Cancel unfinished rollouts once: a second cancellation would interrupt the closing of environments."""
+        """Cancel unfinished rollouts, each only once: a second cancellation would interrupt the closing of its
+        environment."""
         for task in rollouts:
             if not task.done() and task not in self._closing:
                 task.cancel()
@@ -189,7 +190,7 @@ class EnvironmentGroup(WorkerGroup):
         call: RemoteCall[list[list[SampleRef]] | Aborted | None, Any, Sequence[SamplingRequest], ActorHandle, A],
         argument: A,
     ) -> Pending[list[Sampled]]:
-        """Run rollouts. argument: the last argument of the remote call."""
+        """Run rollouts with the remote call `call`. argument: its last argument."""
 
         def run(requests: Mapping[str, Sequence[SamplingRequest]]) -> Pending[Answered]:
             calls = {}

@@ -26,7 +26,8 @@ default, an async actor runs at most 1,000 calls at once."""
 
 @dataclass(frozen=True, slots=True)
 class TimedResult:
-    """The return value of a call, with its start and end times in seconds since the epoch on the process's clock."""
+    """The return value of a call, with the start and end of the call in seconds since the epoch on the process's
+    clock."""
 
     value: Any
     begin: float
@@ -95,10 +96,10 @@ class WorkerGroup:
         return 1 - sum(busy) / (len(busy) * elapsed)
 
     def phase(self, method: RemoteMethod) -> str:
-        """Return a description of what the driver waits for during this method, for error messages."""
+        """Return a description of the phase in which the driver waits for this method, for error messages."""
         return method.phase or f"{self.role} {method.name.replace('_', ' ')}"
 
     def read(self, method: RemoteMethod, calls: Mapping[str, ray.ObjectRef]) -> Pending[list[Any]]:
-        """Wait for calls of a remote method. The result lists their return values in order."""
+        """Wait for calls of a remote method. The result lists the return values in the order of the calls."""
         pending = self._session.submit(calls, self.phase(method), method.timeout)
         return pending.then(lambda results: list(self._session.trace.add(method.name, results).values()))

@@ -67,7 +67,7 @@ class RankActor(ProcessActor):
 
     def prepare(self) -> None:
         """Prepare this process to replace a rank: import the worker's class and its dependencies. Raise RunFailure if
-        that uses device memory, which the current rank needs."""
+        the imports use device memory, which the current rank needs."""
         with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
             thread.submit(self._import).result()
         if device.has_context():
@@ -84,7 +84,7 @@ class RankActor(ProcessActor):
             return self._worker_class()
 
     def promote(self, process: Process, logs: Path) -> None:
-        """Make this spare a rank."""
+        """Turn this spare process into a rank."""
         log_to(logs / f"{process.name}.log")
         self._process = process
 
@@ -130,8 +130,8 @@ def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, 
 
 
 def _lower_priority() -> None:
-    """Give this thread the lowest priority. Another thread of the process keeps its own, which an unprivileged process
-    could not raise again."""
+    """Give this thread the lowest priority. Other threads keep theirs, because an unprivileged process could not raise
+    their priority again."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
@@ -232,5 +232,6 @@ class RankGroup(WorkerGroup):
         self.packing, self.kernels = started[0].packing, started[0].kernels
 
     def _by_rank(self, batches: Sequence[RankBatch]) -> list[tuple[RankBatch]]:
-        """Return each rank's arguments for a remote method that takes its data-parallel rank's batch."""
+        """Return the arguments of each rank for a remote method whose argument is the batch of the data-parallel
+        rank."""
         return [(batches[rank],) for rank in self._data_parallel_ranks]

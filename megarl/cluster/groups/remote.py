@@ -104,5 +104,5 @@ class RemoteCall(Generic[T, R, *Ts]):
 
 
 def share(value: T) -> T:
-    """Put an argument into Ray's object store once. Each process receives the value, not a reference."""
+    """Put an argument into Ray's object store once. Each process then receives the value instead of a reference."""
     return cast(T, ray.put(value))

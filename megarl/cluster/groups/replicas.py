@@ -227,7 +227,7 @@ class ReplicaGroup(WorkerGroup):
         return f"Continuing with {len(self._actors)} of {len(self._processes)} {self.role}s"
 
     def _watch(self) -> None:
-        """If the loss of any engine would end the run, watch the engines, so that a loss interrupts every wait.
+        """If the loss of an engine would end the run, watch the engines, so that a loss interrupts every wait.
         Otherwise, a loss fails only the calls to the lost engine."""
         self._session.unwatch(self._processes)
         if not self.may_fail:

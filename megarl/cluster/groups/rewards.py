@@ -236,8 +236,8 @@ class RewardWorker:
         return load_decoder(self._models.actor)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
-        """Return the judge's verdicts by sample id; empty without a judge. `samples` contains all samples of each
-        prompt."""
+        """Return the judge's verdicts by sample id, or an empty mapping without a judge. `samples` contains all samples
+        of each prompt."""
         if self._rewards.judge is None:
             return {}
         comparisons = judge.comparisons(samples, self._rewards.judge_order, self._seed)
@@ -349,7 +349,7 @@ class RewardGroup(WorkerGroup):
         return self._evaluate.on_first([ref.scored for ref in samples], name, version, file.resolve())
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
-        """Write groups that wait for a later step to a new folder in a checkpoint. Return the file's record."""
+        """Write the groups that wait for a later step into a new folder in a checkpoint. Return the file's record."""
         return self._save_groups.on_first(groups, file.resolve()).result()
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
@@ -376,7 +376,7 @@ class RewardGroup(WorkerGroup):
     def _model_scores(
         self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[SampleRef]
     ) -> Pending[Scores]:
-        """Submit for scoring the samples that the reward model can read."""
+        """Submit the samples that the reward model can read for scoring."""
         if self._reads_ids:
             return model.scores(samples)
         readable = self._read.on_first([ref.sample for ref in samples])

@@ -17,7 +17,7 @@ PROMOTE_S = 5.0
 """Timeout in seconds for a spare to become a rank. It takes milliseconds, unless the process is suspended."""
 
 MAX_FAILURES = 3
-"""Number of spare processes that may fail for a rank. After that, no further one is started."""
+"""Number of failed spare processes of a rank after which no further one is started."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Spare:
 
 
 class SpareProcesses:
-    """A model's spare processes, at most one for each rank, on the rank's node. The run does not depend on them: one
+    """A model's spare processes, at most one per rank, on the rank's node. The run does not depend on them: a spare
     that has died is started again, and a rank without a spare starts in a new process."""
 
     def __init__(self, processes: Sequence[Process], create: Callable[[Process], ActorHandle], logs: Path):
@@ -45,7 +45,7 @@ class SpareProcesses:
         self._num_failed: Counter[str] = Counter()
 
     def refill(self) -> None:
-        """Start the spares that are missing. Does not wait for them."""
+        """Start the missing spares, without waiting for them."""
         self._update()
         for name, process in self._processes.items():
             if name not in self._spares and self._num_failed[name] < MAX_FAILURES:
@@ -56,8 +56,8 @@ class SpareProcesses:
                 spare.call = spare.actor.__ray_ready__.remote()  # fails if the process has died
 
     def take(self) -> Mapping[str, ActorHandle]:
-        """Promote ready spares to ranks, and return their actors by rank name. Kill the others: a process that is still
-        importing at low priority may take longer than a new one."""
+        """Promote the spares that are ready to ranks, and return their actors by rank name. Kill the others, because a
+        spare that is still importing at low priority may take longer than a new process."""
         self._update()
         spares, self._spares = self._spares, {}
         calls = {

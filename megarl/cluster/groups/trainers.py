@@ -56,7 +56,7 @@ class TrainerRank(RankActor):
     """One rank that trains a model. Its worker is a TrainerWorker."""
 
     def copy_room(self) -> tuple[int, int]:
-        """Return the size of this rank's copies in shared memory, and the free shared memory on its node, in bytes."""
+        """Return, in bytes, the size of this rank's copies in shared memory, and the free shared memory on its node."""
         return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
 
     def copy_state(self, step: int) -> str:
@@ -121,7 +121,7 @@ class TrainerActor(TrainerRank):
 
 
 def _unless_full(copy: Callable[[], None]) -> str:
-    """Run `copy`. Return "", or the reason if shared memory cannot hold the copy, without which the run continues."""
+    """Run `copy`. Return "", or the reason if shared memory cannot hold the copy. The run continues without it."""
     try:
         copy()
     except (InfrastructureFailure, OSError) as failure:
@@ -215,7 +215,7 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="update")
     def renew_reference(self) -> None:
-        """Update the actor's reference model towards the policy."""
+        """Move the actor's reference model towards the policy."""
 
     @remote(timeout="update")
     def start_profile(self, ranks: Sequence[int]) -> None:
@@ -258,7 +258,7 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="checkpoint")
     def copy_room(self) -> tuple[int, int]:
-        """Return each rank's size of its copies in shared memory, and its node's free shared memory, in bytes."""
+        """Return, in bytes, the size of each rank's copies in shared memory, and the free shared memory on its node."""
         ...
 
     @remote(timeout="checkpoint", join=_first_problem)
@@ -275,7 +275,7 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="checkpoint")
     def restore_state(self, step: int, keepers: Sequence[int]) -> None:
-        """Restore the state that earlier processes of these ranks have copied after `step`."""
+        """Restore the state after `step` from copies made by earlier processes of these ranks."""
 
     @remote(timeout="checkpoint")
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None: ...
@@ -288,7 +288,7 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="checkpoint", join=all)
     def checkpoint_written(self) -> bool:
-        """Return whether every rank has finished writing its files or has failed to do so."""
+        """Return whether each rank has either finished writing its files or failed."""
         ...
 
     @remote(timeout="checkpoint", join=_join_files)
@@ -336,7 +336,7 @@ class TrainerGroup(RankGroup):
         return join(passes).then(join_named_scores)
 
     def differences(self, batches: Sequence[RankBatch], scoring: Scoring) -> Pending[dict[str, list[float]]]:
-        """Compute the trainer's log-prob minus the engine's for each response token, by sample id."""
+        """Compute the difference of each response token's log-prob, trainer minus engine, by sample id."""
         arguments = [(batch, scoring) for (batch,) in self._by_rank(batches)]
         return self._differences.on_each(arguments)
 
@@ -351,7 +351,7 @@ class TrainerGroup(RankGroup):
         ranks and updates. `begins_step`: whether these are the first epochs in the step, which lasts until
         `end_step`."""
         noted: list[Pending] = []
-        if begins_step and self._notes_advantages:  # advantages are whitened with moments over all updates
+        if begins_step and self._notes_advantages:  # whitening needs the moments of the advantages of all updates
             noted = [self._note_advantages.on_each(self._by_rank(batches)) for batches in epochs[0]]
         trained: list[Pending[dict[str, Metric]]] = []
         ended: list[Pending] = []
@@ -370,7 +370,7 @@ class TrainerGroup(RankGroup):
             plan = self._plan_of_adapters(self._exports_adapters)
         transport: Transport
         parts = out.with_name(f".{out.name}-parts")
-        for path in (out, parts):  # an earlier call may have failed
+        for path in (out, parts):  # an earlier call that failed may have left them
             shutil.rmtree(path, ignore_errors=True)
         if len({process.node.number for process in self._processes}) == 1:
             transport = SharedMemory(self.publish(for_refit=False).result())

@@ -84,7 +84,7 @@ class VllmActor(ReplicaActor):
 
     @abstractmethod
     def _load(self, arguments: Mapping[str, Any]) -> Any:
-        """Build the engine. Its attribute `has_lost_a_rank` is true once one of its ranks has died."""
+        """Build the engine. Its attribute `has_lost_a_rank` becomes true when one of its ranks dies."""
 
     def _start_others(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Start the engine's other parts. Return the engine arguments for the first part."""
@@ -130,8 +130,8 @@ class PartActor(ProcessActor):
 
     @ray.method
     def serve(self, arguments: Mapping[str, Any]) -> str:
-        """Start the ranks, and return an error message when a rank has died. Exit this process and its ranks as soon as
-        the engine's first part has exited, because Ray would take half a minute longer to do so."""
+        """Start the ranks, and return an error message when one of them has died. Exit this process and its ranks as
+        soon as the engine's first part has exited, because Ray would take half a minute longer to notice."""
         with imports():
             from megarl.cluster.store import is_open, join_store
             from megarl.rollout.vllm.part import PartRanks, set_rendezvous_address

@@ -20,8 +20,8 @@ DRAFT = "engine: draft model"
 
 
 class ModelParameters:
-    """One model's shard sizes on trainer and engine ranks. All ranks in a pipeline stage hold the same number of
-    parameters, regardless of context and data parallelism."""
+    """The sizes of one model's shards on trainer and engine ranks. All ranks in a pipeline stage hold the same number
+    of parameters, regardless of context and data parallelism."""
 
     def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None):
         """lora: the adapters that are trained instead of the model; None without adapters."""

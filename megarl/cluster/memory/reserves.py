@@ -33,14 +33,14 @@ GRAPHS, ACTIVATIONS, LOGITS = "CUDA graphs", "engine: activations", "engine: log
 WORKSPACE = "engine: experts' workspace"
 FROZEN = "engine: text encoder and VAE"
 SENT = "actor: fp8 copy for the engines"
-"""Names of the memory items."""
+"""Names of the items in a GPU's memory estimate."""
 
 CONTEXT, TRAINER_KERNELS, FRAGMENT_BYTES = (
     each.value for each in (measured.CUDA_CONTEXT, measured.TRAINER_KERNELS, measured.FRAGMENTS)
 )
 
 ENGINE_KERNELS = 0.25 * GIB
-"""Growth of an engine's CUDA context during computation, for lazy kernels and cuBLAS workspaces. An assumption."""
+"""Growth of an engine's CUDA context as it loads kernels lazily and allocates cuBLAS workspaces. An assumption."""
 
 CHANNELS, CHANNELS_OVER_NODES = 24, 16
 """Number of rings in a communicator within a node, and across nodes. NCCL issue 1453 shows 16 rings across H100 nodes.
@@ -71,7 +71,7 @@ within vLLM's documented range of 1 to 3 GiB."""
 
 
 def sum_by_name(*items: Mapping[str, float]) -> dict[str, float]:
-    """Add up the items of several processes by name, and leave out items of size 0."""
+    """Add up the items of several processes by name. Omit items of size 0."""
     names = dict.fromkeys(name for each in items for name in each)
     sums = {name: sum(each.get(name, 0.0) for each in items) for name in names}
     return {name: size for name, size in sums.items() if size}
@@ -111,7 +111,7 @@ def gpu_reserve(
 
 
 def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per_node: int) -> dict[str, float]:
-    """Return a Megatron rank's items. They stay on the GPU when the rank's parameters are offloaded."""
+    """Return the items of a Megatron rank that stay on the GPU when the rank's parameters are offloaded."""
     nccl = _trainer_communicators(settings.layout, shape, gpus_per_node)
     return {
         CONTEXTS: CONTEXT + measured.FIRST_COMMUNICATOR.value + TRAINER_KERNELS,
@@ -167,7 +167,7 @@ def _exchange(ranks: int, stride: int, gpus_per_node: int, peers: int) -> float:
 
 
 def _in_node(ranks: int, stride: int, gpus_per_node: int) -> int:
-    """Return the number of the communicator's ranks on one node."""
+    """Return how many of the communicator's ranks are on one node."""
     return min(ranks, max(1, gpus_per_node // stride))
 
 
@@ -224,7 +224,7 @@ def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float
         others = engines - 1 + config.actor.layout.world_size if is_engine else engines
         return buffer_bytes(between=0, near=others)
     near = min(gpus_per_node, engines) - 1 if is_engine else 0
-    if config.is_colocated:  # one per bit of the node index, twice because the GPU has a trainer and an engine rank
+    if config.is_colocated:  # a trainer and an engine rank, each with a peer per bit of the node index
         return buffer_bytes(2 * (nodes - 1).bit_length(), near)
     return buffer_bytes(1, near)
 

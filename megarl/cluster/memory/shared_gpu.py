@@ -164,7 +164,7 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
     if gpu not in span:
         return {}
     memory, extra = _memory(config, settings, hf_config, gpu - span.start), settings.megatron_overrides
-    if settings.frozen or extra.optimizer or extra.ddp:  # each of these can shrink the other states
+    if settings.frozen or extra.optimizer or extra.ddp:  # each can shrink gradients and optimizer state
         return {"parameters": memory.weights}
     return {"parameters": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
 
@@ -181,7 +181,7 @@ def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -
 
 
 def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:
-    """Return the size of the engine's weights in bytes; 0 if vLLM quantizes them, which makes it unknown."""
+    """Return the size of the engine's weights in bytes, or 0 if it is unknown because vLLM quantizes them."""
     rollout = config.rollout
     if rollout.vllm_overrides.get("quantization") is not None:
         return 0
@@ -190,6 +190,6 @@ def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> i
 
 
 def _memory(config: Config, settings: Placed, hf_config: Mapping[str, Any], rank: int) -> RankMemory:
-    """Return the memory that a rank holds between two steps, without activations."""
+    """Return the memory of a rank between two steps, without activations."""
     num_bytes = item_bytes(config)
     return rank_memory(hf_config, settings.layout, rank, num_bytes, 0, 0, 1, lora=settings.adapters)

@@ -63,7 +63,7 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: 
         if rendezvous.invitation() is None:
             print("the run has ended", flush=True)
             return
-        # The run's next attempt has started. It must not restore the previous attempt's copies.
+        # The run's next attempt has started and must not restore the previous attempt's copies of the state.
         processes.end_descendants()
         remove_memory_folder(scratch)
 
@@ -171,7 +171,7 @@ def _command(invitation: Invitation, report: Report, scratch: Path) -> list[str]
         "address": f"{invitation.host}:{invitation.port}",
         "node-ip-address": report.address,
         "num-cpus": report.cores,
-        "num-gpus": 0,  # the driver, not Ray, assigns GPUs
+        "num-gpus": 0,  # the driver assigns GPUs instead of Ray
         "object-store-memory": invitation.object_store,
         "object-spilling-directory": scratch / "spilled",
         "temp-dir": ray_folder(scratch),

@@ -12,7 +12,7 @@ NODE_LOSS_S = 30.0
 """Seconds that Ray's health checks need to detect a lost node. See session.HEALTH_CHECKS."""
 
 SHUTDOWN_S = 3.0
-"""Seconds after the loss of a process within which Ray also exits if its node shuts down."""
+"""If a node shuts down, Ray exits within this many seconds after the first of the node's processes is lost."""
 
 
 class Members:
@@ -38,12 +38,12 @@ class Members:
         return self._others[number - 1].name
 
     def lost(self, patience_s: float = 0.0) -> list[int]:
-        """Return the numbers of nodes that Ray has detected as lost. A lost process is often the first sign of a lost
-        node, so wait up to patience_s seconds until Ray detects one, unless all nodes still accept connections."""
+        """Return the numbers of nodes that Ray has detected as lost. Because a lost process is often the first sign of
+        a lost node, wait up to patience_s seconds for Ray to detect one, unless all nodes still accept connections."""
         begin = time.monotonic()
         while self._others:
             alive, waited_s = {*alive_nodes().values()}, time.monotonic() - begin
-            # The driver ends if its own node is lost; see Watchdog.
+            # Skip node 0, the driver's own: Watchdog ends the driver if that node is lost.
             lost = [number for number, ray_id in enumerate(self._ray_ids) if number and ray_id not in alive]
             if lost or waited_s > patience_s or (waited_s > SHUTDOWN_S and accept_connections(self._others)):
                 return lost

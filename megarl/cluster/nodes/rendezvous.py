@@ -104,7 +104,7 @@ class NodeRendezvous:
         self._folder.mkdir(exist_ok=True)
         for file in self._folder.glob("*.json"):
             file.unlink()
-        _write(self._folder / STACKS, {"number": 0, "files": []})  # network file systems cache the absence of a file
+        _write(self._folder / STACKS, {"number": 0, "files": []})  # network file systems cache a missing file
         _write(self._folder / INVITATION, asdict(invitation))
 
     def withdraw(self) -> None:
@@ -115,7 +115,7 @@ class NodeRendezvous:
         content = _read(self._folder / INVITATION)
         if content is None:
             return None
-        # A different megarl version may have different fields. Versions are compared before any field is used.
+        # Another megarl version may write different fields. Readers compare versions before they use any field.
         known: dict[str, Any] = {field.name: content.get(field.name) for field in fields(Invitation)}
         return Invitation(**known)
 
@@ -123,7 +123,7 @@ class NodeRendezvous:
         _write(self._folder / f"node-{report.address}.json", asdict(report))
 
     def reports(self) -> list[Report]:
-        """Return the reports that answer the current invitation, in natural order by node name (n2 before n10)."""
+        """Return the reports for the current invitation, in natural order by node name (n2 before n10)."""
         invitation = self.invitation()
         contents = [content for file in self._folder.glob("node-*.json") if (content := _read(file)) is not None]
         reports = [Report(**{**content, "peak_gb": tuple(content["peak_gb"])}) for content in contents]
@@ -158,7 +158,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     new = file.with_name(f".{file.name}.{os.getpid()}")
     new.unlink(missing_ok=True)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # the mode of an existing file could differ
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # an existing file could have another mode
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         json.dump(content, stream)
     new.replace(file)

@@ -80,7 +80,7 @@ class Interrupts:
         self._signaled_at = time.monotonic()
         if self._can_cut_short and self._grace_s > 0:
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-            if self._is_awaited and os.getppid() == self._parent:  # otherwise the parent is lost
+            if self._is_awaited and os.getppid() == self._parent:  # otherwise the parent has exited
                 # Do not use print: the interrupted code may be writing to stdout's buffer.
                 grace = f"checkpoint.grace_s={self._grace_s:g} s"
                 line = f"interrupted: the run saves after the current step if the step ends within {grace}"

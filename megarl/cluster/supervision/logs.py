@@ -17,7 +17,7 @@ def log_to(path: Path) -> None:
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
-    # Like stderr, stdout must accept text with lone surrogates.
+    # Let stdout accept text with lone surrogates, as stderr does by default.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]  # not in TextIO
     faulthandler.enable()
     stacks.write_on_request()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""O_NONBLOCK is set because opening a FIFO would otherwise block."""
+"""Flags for opening files that another user may have created. Without O_NONBLOCK, opening a FIFO would block."""
 
 
 class Untrusted(Exception):

@@ -24,7 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 PROC = Path("/proc")
 POLL_S = 0.02
 ONE_THREAD = b"Current thread "
-"""Text that occurs exactly once in a process's stack traces: the heading for the thread that received the signal."""
+"""Text that occurs exactly once in a dump of all stacks: the heading of the thread that received the signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _await_exit(pids: Sequence[int], timeout_s: float) -> None:
 
 
 def _has_exited(pid: int) -> bool:
-    """Return whether the process has exited. Reap it if it is a child."""
+    """Return whether the process has exited. If it is a child, reap it."""
     with suppress(ChildProcessError):  # not a child of this process
         os.waitpid(pid, os.WNOHANG)
     try:
@@ -188,7 +188,7 @@ def _await_traces(sizes: Mapping[Path, int], expected: Mapping[Path, int], deadl
         if written == last and all(written[file].count(ONE_THREAD) >= expected[file] for file in expected):
             return
         last = written
-        time.sleep(0.1)  # much longer than the pause between two lines of a trace
+        time.sleep(0.1)  # much longer than the time between two lines of a dump
 
 
 def _read_from(file: Path, start: int) -> bytes:
@@ -205,7 +205,7 @@ def _standard_error(pid: int) -> Path | None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether the process has a handler for the signal, whose default action would terminate the process."""
+    """Return whether the process has a handler for the signal. Without one, the signal would terminate it."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:

@@ -78,7 +78,7 @@ def make_scratch() -> Path:
     hidden = folder / f".{LOCK}"
     lock = os.open(hidden, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    hidden.rename(folder / LOCK)  # so that the lock file is locked from the moment it is visible
+    hidden.rename(folder / LOCK)  # rename it after locking, so that the visible file is always locked
     _locks.append(lock)
     return folder
 
@@ -125,14 +125,14 @@ def _sweep(folder: Path) -> str | None:
     except Untrusted as reason:
         return str(reason)
     except BlockingIOError:
-        return None  # its run has not ended
+        return None  # the run that owns the folder has not ended
     except OSError as error:
         return None if _is_gone(folder) else f"{Path(error.filename).name}: {error.strerror}"
     return None
 
 
 def _is_gone(folder: Path) -> bool:
-    """Return whether a folder does not exist or is empty: another run may be creating or removing it."""
+    """Return whether a folder does not exist or is empty, because another run is creating or removing it."""
     try:
         return not _contents(folder)
     except FileNotFoundError:

@@ -33,7 +33,7 @@ NOTE_LINE = re.compile(rf"(?P<inode>[0-9]{{1,20}}) (?P<name>{SEGMENT_NAME.patter
 
 
 class Segment(NamedTuple):
-    """A segment, identified by name and inode because a different program may reuse the name."""
+    """A segment, identified by name and inode, because another program may reuse the name."""
 
     inode: int
     name: str
@@ -47,7 +47,7 @@ def note_earlier(scratch: Path) -> None:
 def name_semaphores(scratch: Path) -> None:
     """Make this process and its descendants name new semaphores after the scratch folder. Such semaphores can be
     removed even if the process is killed before it records them."""
-    process = multiprocessing.current_process()  # passes its config to all processes that it starts
+    process = multiprocessing.current_process()  # child processes inherit its config
     process._config["semprefix"] = f"/{scratch.name}"  # pyright: ignore[reportAttributeAccessIssue]  # not in typeshed
 
 
@@ -130,7 +130,7 @@ def _write(scratch: Path, name: str, segments: Set[Segment]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with open_file(f".{name}", folder, flags) as file, open(file, "wb", closefd=False) as stream:
             stream.write(lines.encode(errors="surrogateescape"))
-        # Renaming never leaves a partial file, even if the writer is killed.
+        # Rename, so that a writer that is killed does not leave a partial note.
         os.rename(f".{name}", name, src_dir_fd=folder, dst_dir_fd=folder)
 
 

@@ -56,16 +56,16 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     processes.adopt_orphans()
     signals, parent = _handled_signals(), os.getpid()
     explained[0] = 0
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until both processes can handle them
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # blocked until both processes can handle them
     child = os.fork()
     if child:
         sys.exit(_guard(child, scratch, signals, grace_s))
     os.setpgid(0, 0)
     os.environ[VARIABLE] = str(scratch)
-    # By default, torch runs compiled code from a folder in /tmp that another user may have created.
+    # torch's default folder for compiled code is in /tmp, where another user may have created it.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
     for number in (signal.SIGTTIN, signal.SIGTTOU):
-        signal.signal(number, signal.SIG_IGN)  # these signals suspend background process groups that use the terminal
+        signal.signal(number, signal.SIG_IGN)  # they would suspend this background process group on terminal access
     processes.adopt_orphans()
     signal_with_parent(signal.SIGINT)  # interrupt this process if the parent exits for any reason
     interrupts.listen({signal.SIGINT, *signals})
@@ -76,7 +76,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
         yield scratch
     except KeyboardInterrupt:
         _print_error(INTERRUPTED)
-        if os.getppid() != parent:  # the parent is lost; otherwise it cleans up
+        if os.getppid() != parent:  # the parent has exited and cannot clean up
             _end(scratch)
         # Exit at once: Ray exits this process with status 1 when it notices that the raylet is gone, and exit
         # handlers crash if the interrupt arrived during Ray's startup.
@@ -147,7 +147,7 @@ def _end(scratch: Path) -> None:
     """Terminate all descendants of this process. Remove the run's shared memory and scratch folder."""
     mapped = segments.mapped()
     processes.end_descendants()
-    with suppress(OSError, Untrusted):  # the folder is gone, and another user has taken its name
+    with suppress(OSError, Untrusted):  # the folder was removed, and another user has taken its name
         segments.remove(segments.created(scratch, mapped))
     remove_scratch(scratch)
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 import psutil
 
 SUSPENDED_S = 10.0
-"""Seconds after which a suspended process is resumed. Job control suspends all processes of a run at once, including
-the one that would resume the others, and Ray's health checks take longer (see session.HEALTH_CHECKS)."""
+"""Seconds after which a suspended process is resumed. Job control is not affected, because it also suspends the process
+that would resume the others. Ray's health checks take longer (see session.HEALTH_CHECKS)."""
 
 POLL_S = 2.0
 
@@ -27,7 +27,7 @@ class Resumer:
         self._since: dict[int, float] = {}
 
     def check(self) -> None:
-        """Resume the processes that all calls of the last SUSPENDED_S seconds have found suspended."""
+        """Resume the processes that were suspended at every call within the last SUSPENDED_S seconds."""
         now = time.monotonic()
         self._since = {pid: self._since.get(pid, now) for pid in self._find() if _is_suspended(pid)}
         for pid in [pid for pid, since in self._since.items() if now - since >= SUSPENDED_S]:

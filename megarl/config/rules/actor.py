@@ -133,8 +133,8 @@ WITHOUT_ROUTES: dict[str, tuple[Any, str]] = {
     "decode_context_parallel_size": (1, "an engine with context parallelism does not return routes"),
     "kv_transfer_config": (None, "an engine does not return routes of a transferred KV cache"),
 }
-"""Arguments in rollout.vllm_overrides -> the only value for which vLLM returns routes, and the reason. They are the
-conditions of vLLM's VllmConfig._verify_aux_output_compatibility. Pipeline-parallel engines are always rejected."""
+"""Arguments in rollout.vllm_overrides -> the only value for which vLLM returns routes, and the reason. vLLM checks the
+same conditions in VllmConfig._verify_aux_output_compatibility. megarl rejects pipeline-parallel engines in all runs."""
 
 
 def engine_overrides_allow_route_replay(config: Config) -> Iterator[str]:

@@ -91,7 +91,7 @@ def sets_have_evaluation_times(config: Config) -> Iterator[str]:
 
 
 def several_samples_require_temperature(item: EvaluationSet, of_set: Config) -> Iterator[str]:
-    is_answered = of_set.has_environment  # an environment may reply differently to each sample
+    is_answered = of_set.has_environment  # at temperature 0, environments may still make samples differ
     if item.samples_per_prompt > 1 and item.temperature == 0 and not is_answered:
         yield (
             f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} and temperature=0, so all "

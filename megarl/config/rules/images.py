@@ -103,7 +103,7 @@ NEEDED = {
     "algorithm.trust_region.kl_limit": ((None,), "TRPO's divergence is defined for tokens"),
     "logprob_check.mask": (("token",), "each denoising step is masked on its own"),
 }
-"""Key -> the values that image models support, the first of which is suggested as the remedy, and the reason."""
+"""Key -> the values that image models support (error messages suggest the first one), and the reason."""
 
 
 def options_support_images(config: Config) -> Iterator[str]:

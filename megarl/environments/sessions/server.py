@@ -29,8 +29,8 @@ MODEL = "policy"
 """The policy's model name. Requests may use any name, because there is only one model."""
 
 LARGEST_REQUEST, LONG_REQUEST = 64 * 2**20, 2**18
-"""Maximum number of bytes in a request's body, and the number above which it is parsed in a thread. A short context
-lowers the maximum, see `Session.check_num_bytes`."""
+"""Maximum number of bytes in a request's body, and number of bytes above which a thread parses it. A short context
+lowers the maximum (see `Session.check_num_bytes`)."""
 
 BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""
@@ -149,7 +149,7 @@ class SessionServer:
             async with asyncio.timeout(BODY_S):
                 data = await request.read()
             session.check_num_bytes(len(data))
-            # Parsing short requests in the event loop keeps concurrent requests in order, on which their seeds depend.
+            # Parse short requests in the event loop: seeds depend on the order of requests, which threads would change.
             return await asyncio.to_thread(self._parse, data) if len(data) > LONG_REQUEST else self._parse(data)
         except TimeoutError:
             raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None

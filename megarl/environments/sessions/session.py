@@ -39,9 +39,9 @@ class TurnTokens(Tokens, Protocol):
 
 
 BYTES_PER_TOKEN, MIN_BYTES = 16, 2**20
-"""A request may have this many bytes per token of the context length, or MIN_BYTES if that is more. The parser holds
-Python's global interpreter lock, so all sessions wait for it: 1 MiB of empty lists takes 0.1 s, 64 MiB more than ten
-seconds."""
+"""Maximum size of a request: this many bytes per token of the context length, but at least MIN_BYTES. The parser holds
+Python's global interpreter lock, so all sessions wait for it: 0.1 s for 1 MiB of empty lists, and more than ten seconds
+for 64 MiB."""
 
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
@@ -159,7 +159,7 @@ class Session:
                 raise invalid("messages", "the messages have no tokens")
         except ApiError:
             raise
-        except TurnLimit:  # other requests have taken the last turns since the check above
+        except TurnLimit:  # concurrent requests have taken the last turns since the check above
             raise self._turn_limit_reached() from None
         except Exception as error:  # any error that the agent's messages cause
             reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

@@ -53,8 +53,8 @@ class _Program(ConcurrentChild):
         """Start the process and wait until it has loaded its tasks. Raise RuntimeError if that fails."""
         folders = [*path, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {})
-        # The program outlives this process, so that it can stop the processes that verifiers started, some of them on
-        # other machines.
+        # The program may outlive this process, so that it can stop the processes that verifiers has started, some of
+        # them on other machines.
         program = cls([python, str(PROGRAM)], environment, is_self_cleaning=True)
         try:
             hello = await program.open(json.loads(arguments))

@@ -70,7 +70,7 @@ async def open_retriever(path: str | None, url: str | None, timeout_s: float) ->
 
 
 def _corpus(path: str) -> Corpus:
-    with _LOADING:  # rollouts that start concurrently must read the file only once
+    with _LOADING:  # only the first of several concurrent rollouts reads the file
         return _loaded(path)
 
 

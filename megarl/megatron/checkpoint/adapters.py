@@ -80,7 +80,7 @@ class MergedWeights(Readable):
         stored = weights.dtypes.items()
         dtypes = {name: dtype if self._factor(name, A) is None else "float32" for name, dtype in stored}
         self.holder = replace(weights, name="merged", shard=replace(weights.shard, dtypes=dtypes))
-        """Describes the merged weights."""
+        """Holder that describes the merged weights."""
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         return getattr(torch, self.holder.dtypes[parameter])

@@ -46,8 +46,8 @@ class CanonicalShard:
 
 
 Shard = ShardedTensor | ShardedTensorFactory | CanonicalShard
-"""A parameter's sharding description: a Megatron class, or CanonicalShard for adapters. A factory stores its parameter
-as several tensors or in several places."""
+"""Sharding description of a parameter: one of Megatron's classes, or CanonicalShard for adapters. A factory saves its
+parameter as several tensors or pieces."""
 
 
 def extents_of(shard: Shard, parameter: str) -> list[Extent]:
@@ -56,7 +56,7 @@ def extents_of(shard: Shard, parameter: str) -> list[Extent]:
         return shard.extents()
     if isinstance(shard, ShardedTensor):
         return [_extent(shard, parameter, whole(tuple(shard.local_shape)))]
-    # On the meta device, because only the offsets of the views matter.
+    # Build on the meta device, because only the offsets of the views are needed.
     meta = torch.empty(shard.data.shape, dtype=shard.data.dtype, device="meta")
     tensors = nested_values(replace(shard, data=meta).build())
     return [_extent(tensor, parameter, _rectangle(tensor.data, meta)) for tensor in tensors]

@@ -61,7 +61,7 @@ class HostCopies:
         """`folder` is a private folder in shared memory, and `rank` names the rank's files in it."""
         self._folder, self._rank = folder, rank
         self._memory: dict[int, torch.Tensor] = {}
-        """Slot -> its mapped memory, uint8."""
+        """Slot -> memory mapping of its file, uint8."""
 
     @contextmanager
     def write(
@@ -115,7 +115,8 @@ class HostCopies:
             path = self._path(slot, "tensors")
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(file, 0, max(num_bytes, ALIGNMENT))  # writing to full memory kills the process
+                # Reserve the memory, because writing to full shared memory would kill the process (SIGBUS).
+                os.posix_fallocate(file, 0, max(num_bytes, ALIGNMENT))
             except OSError as error:
                 path.unlink()
                 if error.errno not in DISK_FULL:

@@ -85,7 +85,7 @@ class NodeCopies:
                 for t, (_, size) in incoming.items():
                     record = texts[t].numpy().tobytes().decode()
                     received[t] = stack.enter_context(self._of(t.rank).write_memory(step, record, int(size)))
-            except InfrastructureFailure as failure:  # the senders must not wait for this rank
+            except InfrastructureFailure as failure:  # report it below, so that senders do not wait for this rank
                 problem = str(failure)
             if problem := next(filter(None, self._gathered(problem)), ""):
                 raise InfrastructureFailure(problem)
@@ -103,7 +103,7 @@ class NodeCopies:
         """Send and receive one message of each transfer, and wait until all have arrived."""
         if not sent and not received:
             return
-        group: Any = self._group  # torch's stubs lack its methods
+        group: Any = self._group  # torch's stubs lack the methods of process groups
         works = [group.recv([tensor], t.source, _tag(t, kind)) for t, tensor in received.items()]
         works += [group.send([tensor], t.destination, _tag(t, kind)) for t, tensor in sent.items()]
         for work in works:

@@ -39,7 +39,7 @@ PREFIX = "optimizer.state."
 
 
 OnDevice = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
-"""Returns a context manager that keeps the given tensors on the device while entered, such as Offload.on_device."""
+"""Function that returns a context in which the given tensors are on the device, such as Offload.on_device."""
 
 
 @torch.no_grad()
@@ -222,7 +222,7 @@ def set_count(optimizer: MegatronOptimizer, num_updates: int) -> None:
     for part in parts_of(optimizer):
         if kernels.adam() == kernels.TORCH_ADAM:
             for main, state in part.optimizer.state.items():
-                # on the device, where the fused kernel requires it
+                # The fused kernel requires the step on the device.
                 state["step"] = torch.tensor(float(num_updates), device=main.device)
         else:
             for param_group in part.optimizer.param_groups:

@@ -59,7 +59,7 @@ ShardedAdapters = Mapping[torch.Tensor, CanonicalShard]
 
 SNAPSHOTS = "weight_snapshots"
 RANDOM = "random"
-"""Key of the ranks' RNG states, which are valid under the same layout only."""
+"""Key of the ranks' RNG states, which can be restored only under the same layout."""
 
 
 class Saving:
@@ -92,7 +92,7 @@ class Saving:
                 "or repair the disk, then resume with resume=auto"
             ) from error
         self._thread.shutdown()
-        # Otherwise glibc keeps the memory of the freed copies, and the amount grows with every save.
+        # Return the memory of the freed copies, of which glibc would otherwise keep more with every save.
         ctypes.CDLL(None).malloc_trim(0)
         return [replace(record, path=str((self._folder / record.path).relative_to(checkpoint))) for record in records]
 
@@ -105,7 +105,7 @@ def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecor
     files = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
         retry_when_full(lambda: save_config(CheckpointingConfig(*BACKEND), str(folder)), folder / "config")
-        # List the folder once: other ranks rename their notes concurrently.
+        # List the folder only once, because other ranks rename their completion notes concurrently.
         files += sorted(file for file in folder.iterdir() if not file.name.startswith("__"))
     records = [retry_when_full(lambda file=file: seal(file, folder), file) for file in files]
     write_note(folder, rank, records)
@@ -123,7 +123,7 @@ def _write_parts(folder: Path, write: Callable[[], None], rank: int) -> None:
             if not any(isinstance(reason, OSError) and reason.errno in DISK_FULL for reason in reasons):
                 raise
             for file in folder.glob(f"__{rank}_*"):
-                file.unlink()  # other files of the run need the space during the pause
+                file.unlink()  # free the space for the run's other files during the pause
             if pause is None:
                 raise full_disk(folder) from error
             print(f"{folder}: the disk is full; waiting {pause:g} s", flush=True)
@@ -155,7 +155,7 @@ def save(
     `counters` are values that `load` returns, the same on all ranks; they include num_updates. For on_device, see
     optimizer_state.sharded. If adapters are given, no other weights are saved."""
     models = _sharded_models(chunks) if adapters is None else {}
-    # This call makes its own copies. It looks up parameters by identity, so the model's tensors must be copied
+    # This call copies the optimizer state. It looks up parameters by identity, so copy the model's tensors only
     # afterwards.
     optimized = optimizer_state.sharded(optimizer, adapters or _by_parameter(models), on_device)
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
@@ -199,7 +199,7 @@ def load(
             "resume from a checkpoint of this model"
         )
     for index, chunk in enumerate(chunks):
-        # Not strict: trained parameters are loaded below. The keys were checked above.
+        # strict=False, because trained parameters are loaded below. The keys were checked above.
         model_of(chunk).load_state_dict(loaded.get(f"model{index}", {}), strict=False)
     weight_snapshots.restore(loaded.get(SNAPSHOTS, {}))
     trained_keys = {key for key in missing if not key.startswith(RANDOM)}

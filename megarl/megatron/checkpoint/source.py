@@ -119,7 +119,7 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
         files, hf_config = _model_description(path, huggingface, sealed)
         hf_config = add_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
         hf_config = add_mtp(hf_config) if any(key.startswith("mtp.") for key in folder.tensors) else hf_config
-        # Megatron's default format stores all layers as slices of one tensor.
+        # Checkpoints in Megatron's default format store all layers as slices of one tensor.
         form = FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
         plan = blueprint(hf_config, Layout.model_validate(ONE_PROCESS | {"sequence_parallel": False}), 0, form)
         companions = _companions(path, folder, {extent.key for extent in plan.extents})

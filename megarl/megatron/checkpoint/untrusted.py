@@ -34,10 +34,10 @@ def without_code(folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
-        # The storage may have failed: torch raises AssertionError if it cannot read the metadata.
+        # Do not blame the content if the storage failed: torch raises AssertionError for unreadable metadata.
         if any(isinstance(cause, OSError | MemoryError | AssertionError) for cause in causes):
             raise
-        # torch's message advises to load the file with weights_only=False, which would run its code.
+        # Replace torch's message, which advises loading the file with weights_only=False and thus running its code.
         kinds = " and ".join(sorted({type(cause).__name__ for cause in causes}))
         raise UserError(
             f"{folder}: a file is corrupt: its content cannot be loaded ({kinds}). Fix: use another checkpoint"

@@ -24,7 +24,7 @@ class Factor(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(rows, columns, dtype=torch.float32, device=device))
         self.partial_over: ProcessGroup | None = None
-        """Ranks that replicate this factor while each computes only a part of its gradient, as for sharded experts."""
+        """Ranks that each hold this factor but compute only part of its gradient, as with sharded experts."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.matrix().to(hidden.dtype))

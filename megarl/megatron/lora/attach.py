@@ -115,7 +115,7 @@ def _adapter(
         is_cut = cut == ("columns" if name == A else "rows")
         if is_expert:
             assert process_group is not None, "experts are replicated"
-            reduced_with_dense = weight.allreduce  # pyright: ignore[reportAttributeAccessIssue]  # one of Megatron's marks
+            reduced_with_dense = weight.allreduce  # pyright: ignore[reportAttributeAccessIssue]  # a mark that Megatron sets
             _mark_expert_factor(factor, is_cut, process_group, reduced_with_dense)
         else:
             # Each rank sees only some of the tokens, so its gradient is partial.
@@ -128,7 +128,7 @@ def _adapter(
 
 def _cut(layer: torch.nn.Module) -> str | None:
     """Return how tensor parallelism shards a layer's weight, by "rows" or "columns"; None if it is replicated."""
-    names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be installed
+    names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine is optional
     if "ColumnParallel" in names:
         return "rows"
     return "columns" if "RowParallel" in names else None

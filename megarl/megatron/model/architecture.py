@@ -26,8 +26,8 @@ FORM = (
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
     *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )
-"""Fields that only some models set and that define the computed function. If they were overridden, the engine and the
-exported model would compute a different function."""
+"""Fields that only some models set and that define the function of the model. With an override, the trainer would
+compute a different function than the engine and the exported model."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ def _denoiser(shape: DenoiserShape) -> dict[str, Any]:
         return dict(
             layernorm_epsilon=1e-6,
             gated_linear_unit=False,
-            activation_func=F.gelu,  # Megatron's fused kernel is the tanh approximation; see `build_chunks`
+            activation_func=F.gelu,  # Megatron's fused kernel uses the tanh approximation; see `build_chunks`
             hetereogenous_dist_checkpoint=True,  # only some layers have a second attention
         )
     return dict(layernorm_epsilon=1e-5, gated_linear_unit=True, activation_func=F.silu)
@@ -187,7 +187,7 @@ def _latent_attention(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, 
         original_max_position_embeddings=rope["original_max_position_embeddings"],
         beta_fast=rope.get("beta_fast") or 32,
         beta_slow=rope.get("beta_slow") or 1,
-        # As in transformers, mscale is used only if both are set.
+        # As in transformers, the mscale factors are used only if both are set.
         mscale=mscales[0] if all(mscales) else None,
         mscale_all_dim=mscales[1] or 0.0,
     )

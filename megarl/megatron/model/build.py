@@ -52,10 +52,10 @@ MODEL_DEFAULTS = (
 )
 DDP_DEFAULTS = (
     *("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp"),
-    # These checks terminate the rank that finds a non-finite gradient while its peers wait for it.
+    # These checks terminate a rank with a non-finite gradient, for which its peers would wait.
     *("check_for_nan_in_grad", "check_for_large_grads"),
 )
-"""Fields in TransformerConfig and DistributedDataParallelConfig on whose defaults the loss, head and weights rely."""
+"""Fields of TransformerConfig and DistributedDataParallelConfig whose defaults the loss, head and weights require."""
 
 PLACEMENT = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -63,14 +63,14 @@ PLACEMENT = (
     *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
     *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
 )
-"""TransformerConfig fields that would make the layers, weights or tokens on a rank differ from the layout."""
+"""TransformerConfig fields with which a rank would have other layers, weights or tokens than actor.layout assigns."""
 
 ROUTING = dict(moe_router_bias_update_rate=0.0)
-"""Router bias updates are off: a bias that follows expert load would change the policy without a gradient."""
+"""Router biases are not updated, because balancing expert load would change the policy without a gradient."""
 
 DISPATCHER = dict(moe_token_dispatcher_type="alltoall")
-"""Our default for Megatron's field: one all-to-all in each direction, over NCCL or gloo. Megatron rejects allgather,
-the third option, because packs differ in length."""
+"""megarl's default for the token dispatcher: one all-to-all in each direction, over NCCL or gloo. Megatron rejects the
+option allgather, because packs differ in length."""
 
 RECOMPUTE = {"none": None, "selective": "selective", "full": "full"}
 
@@ -116,7 +116,7 @@ def wrap(
     """Wrap the chunks for data parallelism, and set the functions that Megatron's schedules call to reduce
     gradients."""
     ddp_config = data_parallel_config(settings)
-    # Communication for later chunks already overlaps with computation in earlier chunks.
+    # Later chunks need no buckets: their communication overlaps with the computation in earlier chunks.
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(chunks)
@@ -192,7 +192,7 @@ def build_chunk(
         vp_stage=virtual,
     )
     if shape.mtp_layers and model.post_process:
-        model.mtp = MtpBlock(config, shape, fused)  # pyright: ignore[reportAttributeAccessIssue]  # not Megatron's class
+        model.mtp = MtpBlock(config, shape, fused)  # pyright: ignore[reportAttributeAccessIssue]  # megarl's class
     set_rotary(model, hf_config)
     fuse_rotation()
     is_interleaved = shape.experts is not None and shape.experts.is_interleaved
@@ -307,11 +307,11 @@ def _kernels(shape: ModelShape, has_yarn: bool) -> dict[str, Any]:
     return dict(
         gradient_accumulation_fusion=True,
         bias_activation_fusion=fused and not has_own_activation,
-        # Enables our activation, which has Transformer Engine's interface: see replace_activations.
+        # Use megarl's activation, which has Transformer Engine's interface (see replace_activations).
         use_te_activation_func=not fused or has_own_activation,
         bias_dropout_fusion=fused and not has_own_activation,  # Megatron's grouped experts with biases reject it
         masked_softmax_fusion=False,
-        # The fused kernel for latent attention supports YaRN only, and the other one does not support YaRN's factor.
+        # The fused kernel for latent attention requires YaRN. The other fused kernel does not support YaRN's factor.
         apply_rope_fusion=fused and shape.latent is None and not has_yarn,
         moe_grouped_gemm=fused,
         moe_permute_fusion=fused,

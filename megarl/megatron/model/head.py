@@ -199,7 +199,7 @@ def replace_output_layer(
     layer: Any = model.output_layer  # one of Megatron's classes or Transformer Engine's
     if score_head is not None:
         scores = ScoreLayer(score_head, model.config, layer.tp_group)
-        model.output_layer = scores  # pyright: ignore[reportAttributeAccessIssue]  # inferred from Megatron's assignment
+        model.output_layer = scores  # pyright: ignore[reportAttributeAccessIssue]  # typed by Megatron's assignment
         return
     layer.__class__ = LogProbHead
     assert isinstance(layer, LogProbHead)
@@ -210,7 +210,7 @@ def replace_output_layer(
 
     def predict_second(hidden: torch.Tensor, item: MtpInput) -> torch.Tensor:
         assert block is not None
-        # The rotary embedding has the positions of the model's call.
+        # Use the rotary embedding with the positions of the decoder's forward pass.
         angles = None if model.config.multi_latent_attention else model.rotary_pos_emb(item.attention.max_seqlen_q)
         return block(hidden, angles, item)
 

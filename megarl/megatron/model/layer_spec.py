@@ -79,7 +79,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_zero_centered:
             return super().forward(x)
-        # As in transformers, the sum is not rounded to the model's dtype.
+        # As in transformers, 1 + weight is not rounded to the model's dtype.
         return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(x)
 
 
@@ -99,7 +99,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 if importlib.util.find_spec("transformer_engine") is None:
-    # Latent attention rejects unknown classes of down-projections. Without Transformer Engine, Linear is None.
+    # Latent attention rejects unknown classes of down-projections. Its name Linear is None without Transformer Engine.
     multi_latent_attention.Linear = ReplicatedLinear
 
 
@@ -171,7 +171,7 @@ class DocumentAttention(torch.nn.Module):
 def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
     num_heads = config.num_attention_heads // parallel.tensor_group(is_expert=False).size()
     sinks = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
-    # Each rank has different heads: Megatron adds up the ranks' parts of the gradient norm, but not the gradients.
+    # Ranks have different heads. With this mark, Megatron sums their parts of the gradient norm, but not the gradients.
     parallel.mark(sinks, tensor_model_parallel=True, partition_dim=0)
     return sinks
 
@@ -363,7 +363,7 @@ def replace_activations(model: torch.nn.Module, activation: Callable[[torch.Tens
     for module in model.modules():
         if isinstance(module, MLP | TEGroupedMLP):
             if isinstance(module.activation_func, torch.nn.Module):
-                del module.activation_func  # torch does not replace a module, here Transformer Engine's, by a function
+                del module.activation_func  # torch cannot assign a function over a module (Transformer Engine's)
             module.activation_func = activation
 
 

@@ -109,11 +109,11 @@ class MtpBlock(MegatronModule):
     embedding: torch.Tensor | None = None
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, fused: bool):
-        config = copy.copy(config)  # with this field, the decoder's layers and GPTModel would behave differently
+        config = copy.copy(config)  # a copy, because this field would change the decoder and GPTModel
         config.mtp_num_layers = shape.mtp_layers
         super().__init__(config)
         self.layers = torch.nn.ModuleList([MtpLayer(config, shape, fused) for _ in range(shape.mtp_layers)])
-        for parameter in self.parameters():  # clip the policy's gradient by its own norm
+        for parameter in self.parameters():  # clip the MTP gradient separately from the policy's
             setattr(parameter, GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP)
 
     @property
@@ -126,7 +126,7 @@ class MtpBlock(MegatronModule):
         hidden, embedded = hidden.detach(), self._embed(item.tokens)
         if self.config.recompute_granularity != "full":
             return self.layers[0](hidden, embedded, angles, item.attention)
-        # A recomputed function has gradients only if an argument requires a gradient.
+        # `checkpoint` computes gradients only if an argument requires a gradient.
         return checkpoint(
             lambda *states: self.layers[0](*states, angles, item.attention), False, hidden.requires_grad_(), embedded
         )

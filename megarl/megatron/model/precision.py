@@ -12,8 +12,8 @@ from megarl.core.errors import UserError
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-"""fp8 recipe -> fp8 format. hybrid means e4m3 in the forward pass and e5m2 for gradients, whose range requires e5m2 if
-each tensor has a single scale."""
+"""fp8 recipe -> fp8 format. hybrid is e4m3 in the forward pass and e5m2 for gradients. With one scale per tensor,
+gradients need the range of e5m2."""
 
 CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """fp8 recipe -> minimum CUDA compute capability (Ada, Hopper or Blackwell)."""

@@ -77,7 +77,7 @@ def fuse_rotation() -> None:
 
     def rotated_documents(x: torch.Tensor, boundaries: torch.Tensor, angles: torch.Tensor, **keywords) -> torch.Tensor:
         if len(boundaries) == 2 and keywords["cp_group"].size() == 1:
-            # Megatron would copy the angles for the queries and keys in each layer, and keep the copies.
+            # For queries and keys in each layer, Megatron would copy the angles and keep the copies.
             del keywords["cp_group"]
             return rope_utils._apply_rotary_pos_emb_bshd(x.unsqueeze(1), angles[: len(x)], **keywords).squeeze(1)
         return documents_in_torch(x, boundaries, angles, **keywords)
@@ -87,7 +87,7 @@ def fuse_rotation() -> None:
 
 
 def _rows(table: torch.Tensor, positions: torch.Tensor | None, max_seq_len: int) -> torch.Tensor:
-    # Truncate the table: if it had as many rows as the pack has tokens, it would be read as one angle per token.
+    # Truncate the table: with as many rows as the pack has tokens, Megatron would read it as one angle per token.
     return table[:max_seq_len] if positions is None else table[positions]
 
 

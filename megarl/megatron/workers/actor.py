@@ -61,9 +61,9 @@ class ActorWorker(TrainerWorker):
         self._changed_share = ChangedShare(self.optimizer, device.device())
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
-        """The KL coefficient. It changes between steps if algorithm.kl.adaptive_target is set."""
+        """Coefficient of the KL to the reference. Changes between steps if algorithm.kl.adaptive_target is set."""
         self._penalty: float | None = None
-        """The penalty in kl_penalty after adaptation to penalty_target; None before the first adaptation."""
+        """Penalty of the objective kl_penalty, adapted to penalty_target; None before the first adaptation."""
         if config.has_reference and self.adapters is None:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
         self._token_details = TokenDetails(config.num_detailed_groups)

@@ -39,7 +39,7 @@ class ModelWorker:
 
     role: MegatronRole
     reads: Reads = "states"
-    """Which row in the pack the head reads for a response token."""
+    """Position in the pack at which the head reads the hidden state for a response token; see Reads."""
     truncates: bool = True
     """Whether a token's distribution covers only the engine's candidate tokens."""
 

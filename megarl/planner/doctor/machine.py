@@ -15,17 +15,16 @@ from megarl.planner.doctor import Finding
 
 GIB = 2**30
 MIN_SHARED_GIB = 1
-"""Minimum size of free shared memory in GiB, which stores Ray objects and weights that are sent to engines. Containers
-often have only 64 MiB."""
+"""Minimum free shared memory in GiB, for Ray objects and for weights sent to engines. Containers often have 64 MiB."""
 
 MIN_DISK_GIB, FULL_GIB = 10, 1
-"""Free disk space in GiB: below the first value, a run may fill the disk. Below the second value, a run cannot start
-because logs and Ray's files need space."""
+"""Free disk space in GiB below which a run may fill the disk, and below which it cannot start, because logs and Ray's
+files need space."""
 
 RUN_DISK = "disk of runs"
 
 MIN_FILES = 65536
-"""Minimum limit on open files. Each Ray process and each pair of ranks keeps sockets open."""
+"""Minimum value of the limit on open files. Each Ray process and each pair of ranks keeps sockets open."""
 
 MIN_PORTS = 10000
 CGROUP = Path("/sys/fs/cgroup")

@@ -82,7 +82,7 @@ APEX_FIX = (
     "run pip uninstall apex, then build NVIDIA Apex from source: https://github.com/NVIDIA/apex (without Apex, runs "
     "use Transformer Engine's Adam)"
 )
-"""Fix if PyPI's `apex`, an unrelated web toolkit, is installed instead of NVIDIA Apex."""
+"""Remedy if PyPI's `apex`, an unrelated web toolkit, is installed instead of NVIDIA Apex."""
 
 CUDA_RUNTIME = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 

@@ -146,7 +146,7 @@ def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) ->
     canonical = canonical_of(hf_config)
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in sorted({*range(canonical.num_layers)}.difference(canonical.following_layers().values())):
-        linear = canonical.quantized(layer)  # all matrices except routers, their gates and modulations
+        linear = canonical.quantized(layer)  # excludes routers, gates of shared experts, and modulations
         for name, (rows, columns) in ((name, canonical.layer_shapes(layer)[name]) for name in sorted(linear)):
             projection = canonical.layer_prefix(layer) + name
             shared = _shared_factor(projection) if share_experts else None

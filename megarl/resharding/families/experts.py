@@ -29,7 +29,7 @@ def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
             "mlp.experts.local_experts.{}.linear_fc2.weight": out,
         },
         transformer_engine={"mlp.experts.linear_fc1.weight{}": into, "mlp.experts.linear_fc2.weight{}": out},
-        # vLLM's parameters are [experts, rows, columns]; here the first two axes are flattened.
+        # In this table, the first two axes of vLLM's parameters [experts, rows, columns] are flattened.
         vllm={
             f"{prefix}.experts.routed_experts.w13_weight": into,
             f"{prefix}.experts.routed_experts.w2_weight": replace(out, along=0),

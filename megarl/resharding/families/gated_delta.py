@@ -21,7 +21,7 @@ def _split(tensors: tuple[str, ...], *parts: tuple[str, ...]) -> Tiling:
     return Fused(tensors=tensors, tiling=Split(()), parts=parts)
 
 
-# Megatron's projection has a rank's queries, keys, values, gates, step sizes and decays.
+# In Megatron, one projection computes a rank's queries, keys, values, gates, step sizes and decays.
 PROJECTIONS = Part(
     tensors={
         _QKV: ("linear.channels", "hidden"),
@@ -57,7 +57,7 @@ STATE = (
         megatron={"self_attention.conv1d.weight": _CHANNEL_SHARE},
         vllm={_CONVOLUTION: _CHANNEL_SHARE},
     ),
-    # The decay is exp(-exp(A_log) · …): in bfloat16, rounding moves log-probs by 1e-3 and more.
+    # float32, because the decay is exp(-exp(A_log) · …): rounding A_log to bfloat16 moves log-probs by 1e-3 and more.
     renamed(_A_LOG, ("linear.value_heads",), "self_attention.A_log", Split((_A_LOG,)), float32=(_A_LOG,)),
     renamed(_DT_BIAS, ("linear.value_heads",), "self_attention.dt_bias", Split((_DT_BIAS,))),
     renamed(_NORM, ("linear.value_dim",), "self_attention.out_norm.weight"),

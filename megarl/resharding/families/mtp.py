@@ -15,7 +15,7 @@ from megarl.resharding.families.part import Part, renamed
 from megarl.resharding.families.tiling import Split, Tiling, Whole
 
 MTP = ".mtp.layers."
-"""Substring of the names of Megatron's parameters."""
+"""Substring of the names of the MTP layer's parameters in Megatron."""
 
 EMBEDDING_COPY, HEAD_COPY = "embed_tokens.weight", "shared_head.head.weight"
 """Copies of the embedding and of the output layer in checkpoints."""

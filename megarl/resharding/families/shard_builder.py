@@ -53,7 +53,7 @@ class ShardBuilder:
         rectangles: list[Rectangle] = []
         for tensor, start, stop in tiling.blocks(sizes, self._canonical.model, *share):
             canonical_rectangle = span(shape if tensor is None else shapes[tiling.tensors[tensor]], axis, start, stop)
-            if tensor is None and along != axis:  # the padding extends the previous block along the split axis
+            if tensor is None and along != axis:  # padding extends the previous block along the split axis
                 rectangle = tuple((start, stop) if i == axis else side for i, side in enumerate(rectangles[-1]))
             else:
                 shape = shape_of(canonical_rectangle)

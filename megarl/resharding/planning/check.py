@@ -186,8 +186,8 @@ class _Parameters:
     def _piece(self, place: Place) -> Piece | None:
         pieces = self._pieces.get(place.parameter, [])
         start = tuple(low for low, _ in place.rectangle)
-        # Pieces are usually consecutive along one axis. The last piece that starts at or before the place then
-        # contains it.
+        # Try the last piece that starts at or before the place first: it contains the place if the pieces are
+        # consecutive along one axis, as they usually are.
         near = bisect_right(pieces, start, key=_start)
         for piece in chain(pieces[max(0, near - 1) : near], pieces):
             if contains(piece.local_rectangle, place.rectangle):

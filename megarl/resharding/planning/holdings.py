@@ -25,7 +25,7 @@ class Held(NamedTuple):
 
 
 Holdings = dict[str, dict[Rectangle, list[Held]]]
-"""canonical tensor -> rectangle that a holder stores as one piece -> places and holders of the rectangle."""
+"""canonical tensor -> rectangle that holders store as one piece -> its places and their holders."""
 
 
 def shards_of(holders: Sequence[Holder], first: int = 0) -> dict[Shard, tuple[int, ...]]:

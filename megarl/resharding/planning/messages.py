@@ -6,7 +6,7 @@ from megarl.resharding.piece import ITEM_BYTES, num_elements
 from megarl.resharding.planning.plan import Bucket, Move
 
 ALIGNMENT = 8
-"""Alignment within a bucket in bytes. A move whose size is not a multiple is packed, so later moves stay aligned."""
+"""Alignment within a bucket in bytes. A move of another size is packed, so that later moves stay aligned."""
 
 UNPACKED_BYTES, UNPACKED_BYTES_NCCL = 128 * 2**10, 8 * 2**20
 """Minimum size in bytes of a move that is sent unpacked, over gloo and NCCL. For smaller moves, an extra message costs

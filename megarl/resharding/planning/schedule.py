@@ -78,8 +78,8 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
     for number, link in plan.order:
         bucket = plan.buckets[number]
         out, into, seconds = _ports(plan, number, link, speeds)
-        # A destination can forward a bucket only after it has received it. To forward data in a bucket of its own, it
-        # first needs all earlier buckets.
+        # A destination can forward a bucket only after receiving it. If it forwards data in a separate bucket, it must
+        # first have received all earlier buckets.
         arrival = (number, link.source) if link in bucket.forwards else link.source
         if plan.is_local(link):
             transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))
@@ -116,7 +116,7 @@ class _Direction:
 
     def __init__(self) -> None:
         self.pending_seconds: dict[Port, float] = defaultdict(float)
-        """Total duration in seconds of the transfers that have not started, per port."""
+        """port -> total duration in seconds of its transfers that have not started."""
         self.partners: dict[Port, dict[Port, deque[_Waiting]]] = defaultdict(dict)
         """port -> partner port -> transfers between the two ports that are ready to start."""
         self._free: tuple[list[tuple[float, Port]], ...] = ([], [])

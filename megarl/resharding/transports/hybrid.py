@@ -28,8 +28,8 @@ class RemoteRendezvous(Rendezvous):
 
 
 _connections: dict[str, tuple[RemoteRendezvous, PointToPoint]] = {}
-"""Open connections in this process: member -> its rendezvous and transport. They are kept when trainers publish moved
-parameters again, because connecting takes far longer than publishing."""
+"""Open connections in this process: member -> its rendezvous and transport. Connections stay open when trainers publish
+their parameters again after moving them, because connecting takes far longer than publishing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of the elements with bits 0 to 7. Bit 3 is the sign."""
+"""Magnitudes that the lower three bits of an element encode. The fourth bit is the sign."""
 
 EXPONENT_BIAS = 127
 

@@ -70,7 +70,7 @@ class NcclGroup:
         try:
             for tensor in tensors:
                 getattr(group, operation)([tensor], peer, 0)
-        finally:  # while the batch is open, all NCCL calls of this thread are queued
+        finally:  # close the batch: an open one queues all NCCL calls of this thread
             work = group._end_coalescing(self._device)
         return work
 

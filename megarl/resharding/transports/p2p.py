@@ -37,7 +37,7 @@ from megarl.resharding.transports.waiter import Waiter
 
 BUFFERS = 2
 UNUSED_TAG, DUMMY = 2**31 - 1, torch.empty(1, dtype=torch.uint8)
-"""Tag and buffer of a message that is never sent; receiving it probes a connection."""
+"""Tag and buffer of a message that is never sent. See _probe."""
 CHECK_S = 1.0
 """Seconds between connection checks while a member waits for its peers."""
 
@@ -308,7 +308,7 @@ class PointToPoint:
             if message.bucket == hop.bucket:
                 yield from self._arrive(message)
                 return message
-        if self._rank >= self._plan.num_sources:  # a destination may still be receiving the elements that it forwards
+        if self._rank >= self._plan.num_sources:  # a destination first receives the elements that it forwards
             for message in self._in_flight:
                 yield from self._arrive(message)
         message = yield from self._new_message(hop.bucket, free)

@@ -110,7 +110,7 @@ class TorchDistFolder:
         first = chunk.start + int(part.storage_offset()) * part.itemsize
         last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
         start = first - first % mmap.PAGESIZE
-        # Prefetch, so that the kernel reads large blocks instead of one page per fault.
+        # Prefetch the range in large blocks, instead of one page per fault.
         chunk.data.madvise(mmap.MADV_WILLNEED, start, first - start + last * part.itemsize)
         return part
 
@@ -138,7 +138,7 @@ class TorchDistFolder:
         except (OSError, MemoryError):  # not caused by the file's content
             raise
         except Exception as error:  # a malicious pickle may raise any exception
-            # torch's message advises loading the file with weights_only=False, which would run its code.
+            # Omit torch's message, which advises loading the file with weights_only=False and thus running its code.
             raise UserError(
                 f"{self._folder}: {name} is corrupt: {key} cannot be loaded ({type(error).__name__}). Fix: copy the "
                 "checkpoint again, or use another one"

@@ -40,6 +40,6 @@ class Waiter:
             try:
                 wait()
             except BaseException as error:
-                self._ends.put(error)  # re-raised in the owner's thread by is_pending
+                self._ends.put(error)  # is_pending re-raises it in the owner's thread
             else:
                 self._ends.put(None)

@@ -17,11 +17,11 @@ from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape
 Caption = Conditioning[torch.Tensor]
 
 CACHE_BYTES = 2**30
-"""Maximum size of the cached embeddings in host memory."""
+"""Maximum total size in bytes of the embeddings cached in host memory."""
 
 
 class HostedModel:
-    """A frozen model that moves to the device when it is used and, if `offload` is set, back to host memory after each
+    """A frozen model that is moved to the device for use and, if `offload` is set, back to host memory after each
     use."""
 
     def __init__(self, model: torch.nn.Module, offload: bool):

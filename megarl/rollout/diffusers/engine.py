@@ -146,7 +146,7 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         return [velocity.cpu().numpy() for velocity in found]
 
     def pause(self) -> None:
-        self._is_paused = True  # no step is in progress between calls
+        self._is_paused = True  # no need to wait: no step is in progress between calls
 
     def sleep(self, keeps_weights: bool) -> None:
         """See SyncedEngine.sleep. The text encoder and the VAE move to host memory even without
@@ -158,7 +158,7 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
             if parameter.untyped_storage().nbytes():
                 if keeps_weights:
                     self._host[name] = parameter.to("cpu", copy=True)
-                parameter.untyped_storage().resize_(0)  # the tensors stay valid for the transport
+                parameter.untyped_storage().resize_(0)  # resize, because the transport keeps these tensors
         if not keeps_weights:
             self._host.clear()
         self._model.encoder.model.move_out()

@@ -50,16 +50,16 @@ PIPELINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "tokenizer_3": ("T5Tokenizer", "T5TokenizerFast", *_GENERIC_TOKENIZERS),
     },
 }
-"""The supported classes of each part of a folder, by pipeline."""
+"""Pipeline class -> supported classes of each part of the folder."""
 
 OPTIONAL = ("text_encoder_3", "tokenizer_3")
-"""Parts that a folder may lack. Without T5, its tokens are zeros."""
+"""Parts that a folder may lack. Without the T5 encoder, embeddings of T5 tokens are zeros."""
 
 UNSUPPORTED_SCHEDULES = (
     *("use_dynamic_shifting", "shift_terminal", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"),
     *("invert_sigmas", "stochastic_sampling"),
 )
-"""Settings of diffusers' scheduler under which its noise levels differ from ours."""
+"""Settings of diffusers' scheduler with which its noise levels would differ from megarl's."""
 
 
 class ImageDecoder:
@@ -116,11 +116,11 @@ class ImageModel:
         kind = getattr(diffusers, classes["transformer"])
         with torch.device("meta"):
             transformer = kind.from_config(config)
-        # diffusers' own `to` warns about dtypes.
+        # Call torch's `to`, because diffusers' own one warns about dtypes.
         transformer = torch.nn.Module.to(transformer, dtype).to_empty(device=device.device())
         if loads_transformer:
-            # Loaded tensors are views of a memory-mapped file. A sleeping engine could not free them, and at their
-            # addresses some kernels round differently than in memory from torch's allocator.
+            # Copy the weights, because loaded tensors are views of a memory-mapped file. A sleeping engine could not
+            # free them, and some kernels round differently at their addresses than in memory from torch's allocator.
             transformer.load_state_dict(_load(kind, folder / "transformer", dtype=dtype).state_dict())
         vae = _load(getattr(diffusers, classes["vae"]), folder / "vae", dtype=dtype)
         return cls(
@@ -143,7 +143,7 @@ def _encoder(
 ) -> PromptEncoder:
     """Load the text encoders. Raise a UserError if their sizes differ from those that the transformer expects."""
     parts = [part for part in ("text_encoder", "text_encoder_2", "text_encoder_3") if part in classes]
-    # An attention implementation named in config.json could be code from the hub.
+    # Override the attention implementation, because config.json could name one on the Hub and thus run its code.
     options = {"dtype": dtype, "attn_implementation": "sdpa"}
     models = [_load(getattr(transformers, classes[part]), folder / part, **options) for part in parts]
     tokenizers = [load_tokenizer(folder / part.replace("text_encoder", "tokenizer"), KEY) for part in parts]
@@ -203,7 +203,7 @@ def _load(kind: Any, folder: Path, **options: Any) -> Any:
         return load(folder, **options)
     except (MemoryError, torch.OutOfMemoryError):  # not caused by the files' content
         raise
-    except Exception as error:  # the libraries share no exception class
+    except Exception as error:  # the libraries have no common exception class
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
             raise  # a disk error; OSErrors that the libraries raise themselves have no errno
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"

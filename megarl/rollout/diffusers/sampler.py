@@ -73,7 +73,7 @@ def _stable_diffusion_3(model: Any, documents: Sequence[Document], shape: Denois
 def _z_image(model: Any, documents: Sequence[Document], shape: DenoiserShape) -> list[torch.Tensor]:
     """Run ZImageTransformer2DModel, which takes 1 − σ and returns −v."""
     device, dtype = documents[0].latents.device, model.dtype
-    # The noise level stays float32: its embedding multiplies it by 1000.
+    # Keep the noise level in float32, because its embedding multiplies it, and any rounding error, by 1000.
     times = 1 - torch.tensor([document.sigma for document in documents], dtype=torch.float32, device=device)
     outputs, *_ = model(
         [document.latents.to(dtype)[:, None] for document in documents],

@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from megarl.models.eagle import LAYER_IDS
 
 RUNNER = "draft"
-"""The runner_type of a model that drafts tokens. vLLM's model runners load it in the policy's load format."""
+"""The runner_type of the draft model, which vLLM's model runners load in the policy's load format."""
 
 _load_dummy = DummyModelLoader.load_model
 

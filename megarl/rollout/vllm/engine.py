@@ -50,7 +50,7 @@ class _Submitted:
     def draft_counts(self) -> DraftCounts:
         if self.drafts is None:
             return NO_DRAFTS
-        passes = self.drafts.histogram  # by number of accepted tokens
+        passes = self.drafts.histogram  # index: number of accepted tokens
         accepted = sum(number * count for number, count in enumerate(passes))
         return DraftCounts(sum(passes), self.drafts.num_draft_tokens, accepted)
 
@@ -280,7 +280,8 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         self._llm.wake_up(tags=["scheduling"])
 
     def _resubmit_tokenless(self) -> None:
-        """Resubmit requests that have no tokens yet, so samples from the new weights do not use an older KV cache."""
+        """Resubmit requests that have no tokens yet, so that samples from the new weights do not use an older KV
+        cache."""
         unfinished = {name: item for name, item in self._pending.items() if not item.completion.done()}
         tokenless = {name: item for name, item in unfinished.items() if not self._num_tokens(item)}
         self._abort(list(tokenless))
@@ -296,11 +297,10 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
             max_tokens=_value_or(request.max_new_tokens, self._config.max_new_tokens),
             stop=stop,
             include_stop_str_in_output=True,
-            # The most likely tokens besides the sampled one. A request with its own top_k has no candidate tokens.
+            # Number of most likely tokens to return besides the sampled one. Requests with their own top_k need none.
             logprobs=0 if request.is_greedy or request.top_k is not None else self._config.top_k or 0,
             flat_logprobs=True,
-            # vLLM matches stop strings in the decoded text. Without stop strings, skip decoding, which vLLM would do
-            # between steps for every sampled token and candidate token.
+            # vLLM decodes all sampled tokens and candidate tokens between steps. Only stop strings need this text.
             detokenize=bool(stop),
             seed=request.seed,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -24,11 +24,12 @@ INVARIANT_KERNELS = (9, 0)
 """Minimum compute capability for vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT in its envs.py)."""
 
 FREE_SHARE = 0.01
-"""Fraction of GPU memory that vLLM requires to be free at startup. vLLM's default is nearly all of it, which fails on
-shared GPUs. cluster/memory/shared_gpu.py checks beforehand that the engine fits, and the KV cache has a fixed size."""
+"""Fraction of GPU memory that vLLM requires to be free at startup. vLLM's default, nearly all of the memory, fails on
+shared GPUs. A low value is safe: cluster/memory/shared_gpu.py checks that the engine fits, and the KV cache has a fixed
+size."""
 
 NGRAM_LENGTHS = (2, 4)
-"""Minimum and maximum number of last tokens that rollout.speculative.method=ngram looks up in the context."""
+"""Minimum and maximum length of the n-grams that rollout.speculative.method=ngram looks up in the context."""
 
 
 def engine_arguments(
@@ -50,11 +51,11 @@ def engine_arguments(
         tensor_parallel_size=tp,
         max_model_len=context_length,
         kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
-        # Chunked prefill rewinds the RNG of a seeded request, which CPU generators do not support.
+        # Chunked prefill rewinds the generator of a seeded request, which torch's CPU generators do not support.
         enable_chunked_prefill=device.on_cuda(),
         # On CPU, compilation takes minutes without a speedup.
         enforce_eager=not device.on_cuda(),
-        # Needed even without refits, because importing the module installs cpu_support in every worker.
+        # Set even without refits, because importing this module installs cpu_support in every worker.
         worker_extension_cls="megarl.rollout.vllm.worker_extension.RefitExtension",
         disable_log_stats=True,
         **(dict(gpu_memory_utilization=FREE_SHARE) if device.on_cuda() else {}),
@@ -120,8 +121,8 @@ def rollout_arguments(
         )
     routes = {}
     if returns_routes:
-        # vLLM requires the prefix cache, which it enables by default for some models only. On CPU, RouteCapture reports
-        # the routes, but not those of cached prefixes.
+        # On GPU, vLLM returns routes only with the prefix cache, which is off by default for some models. On CPU,
+        # RouteCapture cannot report the routes of cached prefixes.
         on_gpu = dict(enable_return_routed_experts=True, enable_prefix_caching=True)
         routes = on_gpu if device.on_cuda() else dict(enable_prefix_caching=False)
     quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
@@ -140,7 +141,7 @@ def rollout_arguments(
         logprobs_mode="processed_logprobs",
         max_logprobs=config.top_k or 0,
         max_num_batched_tokens=batched_tokens(config),
-        # Must equal the trainer's head dtype. vLLM defaults to the model's dtype.
+        # Use the trainer's head dtype. vLLM's default is the model's dtype.
         hf_overrides={"head_dtype": head_dtype} | quantization,
         # On GPU, only this MoE backend keeps expert weights unpacked, so that refits can write in place.
         moe_backend="triton" if device.on_cuda() else "auto",
@@ -158,7 +159,7 @@ def _speculative_arguments(config: Rollout, model_folder: Path) -> dict[str, Any
         return {}
     drafts: dict[str, Any]
     if speculative.method == "mtp":
-        # vLLM selects the attention of drafts separately.
+        # vLLM selects the attention backend of the draft model separately.
         required = _required_on_cpu(model_folder)
         drafts = {name: required[name] for name in ("attention_backend",) if name in required}
     elif speculative.method == "ngram":
@@ -169,7 +170,7 @@ def _speculative_arguments(config: Rollout, model_folder: Path) -> dict[str, Any
         folder = resolve(speculative.path, key="rollout.speculative.path")
         drafts = dict(model=str(folder))
     common = dict(method=speculative.method, num_speculative_tokens=speculative.tokens)
-    # Metrics by request, because training and evaluation requests may run at the same time.
+    # Count drafts per request, because training and evaluation requests may run at the same time.
     return dict(speculative_config=common | drafts, per_request_spec_decode_metrics="summary")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 ENDS_WITH_PARENT = "MEGARL_ENDS_WITH_PARENT"
-"""If set, a rank exits with its parent. Ranks of remote parts need this: their engine cannot stop them."""
+"""If set, a rank exits with its parent. An engine cannot stop its ranks on other nodes, so these ranks need it."""
 
 
 def environment(
@@ -30,8 +30,8 @@ def environment(
 
 
 def _binding(ranks: int, threads: int, index: int) -> str:
-    """Return the CPU cores for each rank in vLLM's format, with one core per thread. The ranks of all engines are
-    assigned consecutive cores; after the last core, assignment wraps around to the first."""
+    """Return the CPU cores of each rank in vLLM's format, with one core per thread. The ranks of all engines get
+    consecutive cores, and after the last core, the assignment wraps around to the first."""
     cores = sorted(os.sched_getaffinity(0))
     size = min(threads, len(cores))
     starts = [(index * ranks + rank) * size for rank in range(ranks)]

@@ -18,8 +18,8 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 from megarl.ops.gated_delta import gated_delta_rule, normalized, packed_convolution
 
 Cache = tuple[torch.Tensor, torch.Tensor]
-"""The convolution's inputs, [slots, width − 1 + draft tokens, channels], and the states, [slots, value heads, keys,
-values]."""
+"""Inputs of the convolution, [slots, width − 1 + draft tokens, channels], and recurrent states, [slots, value heads,
+keys, values]."""
 
 RuleInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys, values, decays and step sizes."""
@@ -41,7 +41,7 @@ def attention_core(
     """
     context = get_forward_context()
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
-    if context.attn_metadata is None:  # vLLM measures the memory that activations need
+    if context.attn_metadata is None:  # vLLM runs a dummy step to measure activation memory
         return
     assert isinstance(context.attn_metadata, dict), "microbatches run on GPU only"
     metadata: Any = context.attn_metadata[layer.prefix]  # a GDNAttentionMetadata
@@ -50,7 +50,7 @@ def attention_core(
     convolution, states = layer.kv_cache
     if is_conv_state_dim_first():
         convolution = convolution.transpose(1, 2)
-    # The cache belongs to this function, which stores [keys, values] where vLLM's shape has [values, keys].
+    # Only this function uses the states, which it stores as [keys, values], although vLLM allocates [values, keys].
     cache = convolution, states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
     if metadata.spec_sequence_masks is None:
         tokens = slice(int(metadata.non_spec_query_start_loc[metadata.num_decodes + metadata.num_prefills]))
@@ -121,6 +121,6 @@ def _rule_inputs(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tens
 
 
 def _joined(history: torch.Tensor, inputs: torch.Tensor, bounds: torch.Tensor) -> list[torch.Tensor]:
-    """Return each request's preceding inputs and its new ones, [width − 1 + tokens, channels]."""
+    """Return the preceding and the new inputs of each request, [width − 1 + tokens, channels]."""
     requests = inputs.split(bounds.diff().tolist())
     return [torch.cat((old, new)) for old, new in zip(history, requests, strict=True)]

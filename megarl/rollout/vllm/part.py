@@ -36,7 +36,7 @@ class PartRanks:
     def __init__(self, arguments: Mapping[str, Any]):
         """`arguments` are the vLLM arguments for the engine and the part."""
         os.environ[ENDS_WITH_PARENT] = "1"
-        # The usage context determines defaults such as max_num_seqs. LLM uses this one, and all parts must agree.
+        # Defaults such as max_num_seqs depend on the usage context. Use that of LLM, because all parts must agree.
         config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
         self._executor = MultiprocExecutor(config)
         self.died = threading.Event()

@@ -12,8 +12,8 @@ from megarl.config.vllm_arguments import EngineSection
 from megarl.core.errors import UserError
 
 OUT_OF_MEMORY = re.compile(r"\bmemory\b", re.IGNORECASE)
-"""vLLM also raises a ValueError if other processes use the memory. pydantic names arguments such as
-gpu_memory_utilization, which this pattern does not match."""
+"""Matches the ValueError that vLLM raises if other processes use the memory, but not pydantic's errors about arguments
+such as gpu_memory_utilization."""
 
 
 def refusal(error: Exception, section: EngineSection, overrides: Mapping[str, Any]) -> UserError | None:

@@ -56,7 +56,7 @@ class RouteCapture:
     def _step(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """Execute the runner's step and record the routes for its tokens, which are concatenated by request."""
         for name in scheduler_output.finished_req_ids:
-            self._parts.pop(name, None)  # aborted: routes for completed requests have already been taken
+            self._parts.pop(name, None)  # only aborted requests remain: completed ones have been taken
         output = self._execute(scheduler_output, *args, **kwargs)
         if not scheduler_output.total_num_scheduled_tokens:
             return output

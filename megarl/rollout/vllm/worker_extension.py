@@ -110,8 +110,8 @@ class Failed:
 
 
 def _catch_error(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function and return its result, or Failed instead of raising. If a worker raises an error, vLLM does not
-    read the results from the remaining workers, and would mistake them for the results of the next call."""
+    """Call the function and return its result, or Failed if it raises. If a worker raised an error, vLLM would not read
+    the results of the remaining workers, and would mistake them for the results of the next call."""
     try:
         return function(*args)
     except Exception as error:
@@ -166,8 +166,8 @@ class RefitExtension:
             weights = self._checked(assembly, expected, checksums)
             loaded = model.load_weights(weights)  # pyright: ignore[reportCallIssue]  # vLLM declares a plain Module
         finally:
-            finalize_layerwise_reload(model, config)  # otherwise the next refit would continue an incomplete reload
-        # Parameters added by quantization are computed, not loaded.
+            finalize_layerwise_reload(model, config)  # also after errors: the next refit must not continue this reload
+        # With quantization, skip the check: the loader computes additional parameters instead of loading them.
         if config.quantization is None and (missing := sorted(names.difference(loaded))):
             raise RuntimeError(
                 f"vLLM's loader did not load {', '.join(missing)}. Fix: check with megarl doctor that this version of "
@@ -194,8 +194,8 @@ class RefitExtension:
 
     @property
     def _drafter(self) -> torch.nn.Module | None:
-        """The policy's MTP layer in engines that draft tokens with it. Its embedding and output layer are the policy's.
-        vLLM's model runners have different names for it."""
+        """The policy's MTP layer, in engines that draft tokens with it. It shares the policy's embedding and output
+        layer. vLLM's model runners have different names for it."""
         runner, settings = self.model_runner, self.model_runner.vllm_config.speculative_config
         if settings is None or settings.method != "mtp":
             return None

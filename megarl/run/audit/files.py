@@ -22,7 +22,7 @@ from megarl.run.audit.history import History
 from megarl.run.folder import ATTEMPT, RunFolder
 
 BUDGET_BYTES = 2**26
-"""Size of the rollout files that are compared by default."""
+"""Default for the total size in bytes of the rollout files to compare."""
 
 
 def chosen_files(files: Mapping[int, Path], budget: float) -> dict[int, Path]:
@@ -192,7 +192,7 @@ def check_evaluations(folder: RunFolder, history: History, budget: float) -> str
         if step > history.base or (step, name) in history.evaluations
     }
     for step, name in files.keys() - history.evaluations.keys():
-        if step < history.head:  # otherwise, the run was killed before it recorded the evaluation
+        if step < history.head:  # in a later step, the run may have been killed before recording it
             raise Broken(str(files[step, name]), "only evaluations of the ledger", "another evaluation")
     chosen = chosen_files({i: files[key] for i, key in enumerate(sorted(files.keys() & history.evaluations))}, budget)
     for i, path in chosen.items():
@@ -225,7 +225,7 @@ def _objects(path: Path, num_bytes: float = math.inf) -> Iterator[tuple[int, dic
 
 
 def checked(path: Path, check: Callable[[], str]) -> str:
-    """Run a check of files in which values may have any type."""
+    """Run a check of files whose values may have any type."""
     try:
         return check()
     except UserError:
@@ -241,7 +241,7 @@ def _of(count: int, total: int) -> str:
 
 
 def reasons(counts: Mapping[str, int], most: int) -> Iterable[str]:
-    """Return the most frequent reasons with their counts."""
+    """Yield the `most` most frequent reasons with their counts, and a line with the number of all others."""
     listed = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     yield from (f"{count:,} {why}" for why, count in listed[:most] if count)
     if len(listed) > most:

@@ -19,7 +19,7 @@ SCOPES = ("sample", "all")
 """Parts of the weights whose checksums a refit compares."""
 
 MAX_REASONS = 5
-"""Maximum number of different reasons that a proof lists."""
+"""Maximum number of distinct reasons that a proof lists."""
 
 MAX_ROWS = 2**23
 """Maximum number of rows in the data for which the order of an epoch is computed, which takes seconds."""
@@ -56,8 +56,7 @@ class Totals:
     turns: int = 0
     tokens: int = 0
     oldest: int = 0
-    """Largest difference between the version from which a step starts and the oldest version among the step's
-    tokens."""
+    """Maximum number of versions between the oldest token of a step and the weights from which the step starts."""
     left_out: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -88,12 +87,12 @@ class History:
         self.tables: dict[int, list[dict[str, Any]]] = {}
         """Group tables of the steps that count and have a rollout file."""
         self.pending: dict[int, tuple[int, dict[int, int]]] = {}
-        """Number of draws, and the pending rows by draw, after each saved step."""
+        """Number of draws and the pending rows, by draw, after each saved step."""
         self.line = 0
         self.timeline = -1
         self.undone = self.num_starts = self.num_refits = self.num_same_weights = 0
-        """Counts of undone steps, attempts after the first, first refits of these attempts, and first refits whose
-        checksums match the step's."""
+        """Counts of undone steps, of attempts after the first, of these attempts' first refits, and of the first refits
+        whose checksums match the step's."""
         self.attempts: dict[int, dict[str, Any]] = {}
         self._begin(0)
 
@@ -103,12 +102,12 @@ class History:
         self.totals = Totals()
         self._per_step: list[Totals] = []
         self.open: dict[int, int] = {}
-        """Rows that were drawn and that no step has taken, by draw."""
+        """draw -> row, for rows that no step has taken yet."""
         self.num_draws = self.first_draw = 0
         self.checkpoints: dict[int, str] = {}
         self.evaluations: dict[tuple[int, str], Mapping[str, Any]] = {}
         self.weights: dict[int, Mapping[str, Any]] = {}
-        """Weights in the engines, by version."""
+        """version -> digests of the weights in the engines."""
         self._groups: set[str] = set()
         self._awaits_refit = True
         self.has_ended = False

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Maximum relative difference between a token's hidden states that rounding can plausibly cause, by dtype. The relative
+"""dtype -> maximum relative difference between a token's hidden states that is attributed to rounding. The relative
 rounding error of a single number is up to 6e-8 (float32) or 4e-3 (bfloat16), and errors accumulate over the layers."""
 
 LOG_PROBS = "log-probs"
-"""Stage that is judged as in a run: the mean difference over the tokens, against the run's limit."""
+"""Stage whose mean difference over the tokens is compared with the run's logprob_check.limit."""
 
 Outputs = Mapping[str, np.ndarray]
 """Maps each stage to its per-token outputs, in the order of the forward pass."""

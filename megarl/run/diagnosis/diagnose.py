@@ -28,7 +28,7 @@ from megarl.run.evaluate import with_engines_only
 from megarl.run.folder import ROLLOUTS
 
 MAX_TOKENS = 512
-"""Maximum number of leading tokens to compare. An implementation keeps all layers' outputs in memory."""
+"""Maximum number of leading tokens to compare. The outputs of all layers for these tokens are kept in memory."""
 
 DEADLINE_S = 3600.0
 
@@ -36,8 +36,8 @@ KEPT_OVERRIDES = {
     *("attention_backend", "block_size", "enable_prefix_caching", "kv_cache_dtype", "load_format"),
     *("max_num_batched_tokens", "max_num_seqs", "quantization"),
 }
-"""The rollout.vllm_overrides that the engine receives. Others, such as trust_remote_code, can make vLLM execute code,
-and anyone may have written the run folder."""
+"""The rollout.vllm_overrides that are passed to the engine. Other arguments, such as trust_remote_code, can make vLLM
+execute code, and the run folder may come from an untrusted source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
             )
         return model
     exported = folder / "model"
-    is_whole = (exported / "config.json").is_file()  # a PEFT folder has none
+    is_whole = (exported / "config.json").is_file()  # a PEFT folder has no config.json
     return exported if is_whole else resolve(config.model.path, revision=config.model.revision)
 
 

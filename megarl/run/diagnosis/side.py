@@ -53,7 +53,7 @@ def compute(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarr
 
 def main(side: str, scratch: Path) -> None:
     request = pickle.loads((scratch / REQUEST).read_bytes())
-    outputs: Mapping[str, Any] = compute(side, request, scratch)  # Any: numpy's stubs mistake them for allow_pickle
+    outputs: Mapping[str, Any] = compute(side, request, scratch)  # Any: numpy's stubs match them with allow_pickle
     np.savez(scratch / OUTPUTS, **outputs)
 
 

@@ -103,7 +103,7 @@ class TensorBoard(Backend):
 
     def _image(self, path: str) -> Any:
         data = Path(path).read_bytes()
-        width, height = (int.from_bytes(data[place : place + 4]) for place in (16, 20))  # of a PNG file
+        width, height = (int.from_bytes(data[place : place + 4]) for place in (16, 20))  # byte offsets in a PNG file
         return self._summary.Image(width=width, height=height, colorspace=3, encoded_image_string=data)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Mlflow(Backend):
         number = experiment.experiment_id if experiment else self._client.create_experiment(settings.project)
         self._id = settings.save_id(self._client.create_run(number, run_name=settings.name).info.run_id)
         values = [Param(key, str(value)[:MLFLOW_VALUE_CHARACTERS]) for key, value in leaves(settings.config)]
-        for first in range(0, len(values), 100):  # MLflow's limit per call
+        for first in range(0, len(values), 100):  # MLflow accepts 100 per call
             self._client.log_batch(self._id, params=values[first : first + 100])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -206,7 +206,8 @@ BACKENDS: Mapping[str, type[Backend]] = dict(tensorboard=TensorBoard, wandb=Wand
 
 
 def mlflow_name(metric: str) -> str:
-    """Return the name in characters that MLflow allows. Names for custom reward functions contain a path."""
+    """Return the metric's name with only characters that MLflow allows. Names for custom reward functions contain a
+    path."""
     return posixpath.normpath(re.sub(r"[^\w\-./ :]", "_", metric))
 
 

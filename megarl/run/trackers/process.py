@@ -41,7 +41,7 @@ def main(parent: BufferedRWPair) -> None:
         try:
             server.serve(json.loads(line))
             failure = ""
-        except BaseException as error:  # a library may even call sys.exit
+        except BaseException as error:  # including SystemExit, in case a library calls sys.exit
             traceback.print_exc()
             failure = " ".join(f"{type(error).__name__}: {error}".split())
         send(parent, {"failure": failure})

@@ -37,7 +37,7 @@ RESTART_S = 60.0
 """Seconds to wait before restarting a process that has hung or died."""
 
 INTERRUPTED_S = 3.0
-"""Limit in seconds for closing all trackers after an early end, such as a signal, which leaves little time."""
+"""Timeout in seconds for closing all trackers after an early end. A signal, for example, leaves little time."""
 
 Row = tuple[int, dict[str, float]]
 
@@ -144,7 +144,7 @@ class Tracker:
                 [*PYTHON, "-m", "megarl.run.trackers.process"],
                 {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 log,
-                is_self_cleaning=True,  # it still writes its last rows if this process is killed
+                is_self_cleaning=True,  # so that it writes its last rows even if this process is killed
             )
         return self._process
 

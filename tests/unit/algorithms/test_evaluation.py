@@ -108,7 +108,7 @@ def test_continuous_scores_have_the_normal_interval() -> None:
 def test_intervals_cover_the_truth_in_95_percent(name: str) -> None:
     """60 prompts of different difficulty; the samples of a prompt share its success probability."""
     draw = random.Random(0)
-    truth = {"avg@4": 1 / 2, "pass@2": 1 - 1 / 3, "pass@4": 1 - 1 / 5, "pass^2": 1 / 3}[name]  # p is uniform
+    truth = {"avg@4": 1 / 2, "pass@2": 1 - 1 / 3, "pass@4": 1 - 1 / 5, "pass^2": 1 / 3}[name]  # for uniformly drawn p
     held = 0
     for _ in range(1000):
         chances = [draw.random() for _ in range(60)]

@@ -39,7 +39,7 @@ TENSORS = {
     "draw",
 }
 INPUTS = TENSORS | {"samples", "selected", "value", "group", "groups", "v", "old_v", "x0", "x", "sigma"}
-"""Function inputs that are not options."""
+"""Names of function parameters that are inputs, not options."""
 
 
 def section(spec: EstimatorSpec | ObjectiveSpec) -> str:

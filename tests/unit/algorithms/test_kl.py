@@ -66,7 +66,7 @@ def test_straight_through_keeps_the_value():
     for estimator in kl.KL_ESTIMATORS:
         ratio = policy - reference
         torch.testing.assert_close(kl.estimate(estimator, ratio, True), kl.estimate(estimator, ratio))
-    far = torch.tensor([1000.3])  # here k2, whose gradient is used, is far larger than k1
+    far = torch.tensor([1000.3])  # k2, whose gradient is used, is far larger than k1 here
     assert kl.estimate("k1", far, True) == far
 
 

@@ -34,7 +34,7 @@ from tests.paths import ROOT
 
 LONGEST, GAMMA, LAMBDA = 12, 0.9, 0.8
 TOLERANCE = 1e-6
-"""The libraries add up to 1e-6 to denominators where megarl adds nothing, and compute partly in float32."""
+"""Other libraries add up to 1e-6 to denominators, to which megarl adds nothing, and compute partly in float32."""
 
 
 @cache
@@ -176,7 +176,7 @@ OTHER_VALUES = {
     ("verl", "loss/clip_cov"),  # a selected, clipped token contributes a constant
     ("trl", "loss/gmpo"),  # a sample without a trained token has loss −A
 }
-"""Losses that agree in the gradient only."""
+"""Losses that agree only in their gradients."""
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
@@ -278,7 +278,7 @@ GSPO, GMPO = objective("gspo", clip_low=0.1, clip_high=0.15), objective("gmpo", 
         ("trl", "dapo", TOKEN_MEAN, objective("clip", clip_low=0.2, clip_high=0.28)),
         ("trl", "dr_grpo", "sequence_mean_over_max_tokens", objective("clip", **CLIP)),
         ("trl", "luspo", "sequence_mean_of_token_sums", objective("clip", **CLIP)),
-        ("trl", "cispo", TOKEN_MEAN, objective("cispo", clip_low=None, clip_high=4.0)),  # TRL bounds ρ itself, by 5
+        ("trl", "cispo", TOKEN_MEAN, objective("cispo", clip_low=None, clip_high=4.0)),  # TRL bounds ρ, not ρ − 1
         ("trl", "sapo", SEQUENCE_MEAN, objective("sapo", tau_positive=1.0, tau_negative=1.05)),
         ("trl", "gspo", SEQUENCE_MEAN, GSPO),
         ("trl", "gmpo", SEQUENCE_MEAN, GMPO),

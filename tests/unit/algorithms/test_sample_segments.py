@@ -8,7 +8,7 @@ from megarl.algorithms.sample_segments import SampleSegments
 ROW_SAMPLE = torch.tensor([0, 0, 0, 1, 1, 2])
 MASK = torch.tensor([True, False, True, True, True, False])
 FIRST = torch.tensor([True, True, False, False, True, True])
-"""Rows of the first rank."""
+"""Mask of the rows that the first rank holds."""
 
 
 def test_gradients_of_ranks_sum_to_the_full_gradient():

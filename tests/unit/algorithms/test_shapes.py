@@ -32,7 +32,7 @@ OTHERS = {
 LATENTS = {"x", "x0", "x_next", "noise", "v", "old_v", "other", "latents", "conditional", "unconditional"}
 """Tensors of shape [B, …] in functions of denoising steps; all others are one-dimensional."""
 OTHER_SHAPE = {("at_last_token", "reward"), ("per_sample", "latents")}
-"""(function, tensor) pairs with dimensions of their own, independent of the other tensors."""
+"""(function, tensor) pairs in which the tensor's dimensions are independent of the other tensors."""
 
 
 def functions() -> Iterator[Callable]:

@@ -13,7 +13,7 @@ from megarl.algorithms.value_loss import explained_variance, squared_error
         (0.1, None, 0.81, -1.8, False),
         (0.5, None, 0.25, -1.0, False),
         (0.1, 0.2, 0.81, -1.8, False),
-        (0.5, 0.2, 0.64, 0.0, True),  # moved 0.5 towards the return, clipped to 0.2
+        (0.5, 0.2, 0.64, 0.0, True),  # moved by 0.5 toward the return, clipped to 0.2
         (-0.5, 0.2, 2.25, -3.0, False),  # moved away from the return: not clipped
         (3.0, 0.2, 4.0, 4.0, False),  # beyond the return: the unclipped error is larger
     ],

@@ -35,7 +35,7 @@ PUBLIC = [
     "run_evaluation",
     "run_training",
 ]
-"""Removing or renaming one of these names would break users' programs."""
+"""Public names. Removing or renaming one would break users' programs."""
 
 
 def test_public_names_are_unchanged():

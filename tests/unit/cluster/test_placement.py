@@ -35,8 +35,8 @@ def test_processes_have_role_index_and_name() -> None:
 @pytest.mark.parametrize(
     ("overrides", "cores", "trainer", "engine"),
     [
-        ([], 8, 4, 8),  # two ranks share the cores, then the engine has them all
-        (["rollout.tp=2"], 8, 4, 4),  # an engine's ranks share them too
+        ([], 8, 4, 8),  # two ranks share the cores; the engine, in turn, uses all of them
+        (["rollout.tp=2"], 8, 4, 4),  # an engine's ranks also share the cores
         (["rollout.replicas=3"], 8, 4, 2),
         ([], 1, 1, 1),
         (["actor.threads=3", "rollout.threads=5"], 8, 3, 5),
@@ -180,7 +180,7 @@ def test_ranks_fill_the_nodes_in_order() -> None:
         "node 3: engine-2 to 3 on GPUs 12-15",
     ]
     workers = vllm_holders(config_of(num_attention_heads=4, num_key_value_heads=2), 2, 1, "float32")
-    # A process sees GPUs by their indices on its node. Of the GPUs with weights, it sees only those on its node.
+    # A process sees GPUs by their indices on its node, and only those GPUs with weights that are on its node.
     visible = [process.environment(None)["CUDA_VISIBLE_DEVICES"] for process in placement.engines]
     assert visible == ["0,1", "2,3", "0,1", "2,3"]
     holders = [holder for process in placement.engines for holder in process.hold(workers[:2])]

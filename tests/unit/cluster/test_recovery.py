@@ -28,9 +28,9 @@ class Group:
     offloads: frozenset[str] = frozenset()
     losing: list[str] = field(default_factory=list)
     problem: str = ""
-    """Why copies fail."""
+    """Error with which copies fail, if any."""
     undelivered: str = ""
-    """Why keepers do not receive copies."""
+    """Error with which the delivery of copies to keepers fails, if any."""
     room: tuple[int, int] = (GIB, 9 * GIB)
     nodes: tuple[int, ...] = (0, 0)
 

@@ -50,7 +50,7 @@ def start(sender: Any, late: Late, logs: Path, scratch: Path) -> None:
         return find(*args)
 
     ray._private.services.get_node = find_late
-    clock = itertools.count(step=31)  # each look takes longer than Ray waits
+    clock = itertools.count(step=31)  # each lookup takes longer than Ray's timeout
     ray._private.node.time = SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep, time=time.time)
     try:
         with Session(load(QUICKSTART), logs, scratch):
@@ -61,9 +61,9 @@ def start(sender: Any, late: Late, logs: Path, scratch: Path) -> None:
 
 
 def started(late: Late, logs: Path) -> tuple[Any, list[str]]:
-    context = multiprocessing.get_context("spawn")  # a session changes Ray in its process
+    context = multiprocessing.get_context("spawn")  # spawn, because a session modifies Ray in its process
     receiver, sender = context.Pipe(duplex=False)
-    # Socket paths in tmp_path would be too long. Ray's processes may still write for a moment after a failed start.
+    # Avoid tmp_path, in which socket paths would be too long. Ray may still write for a moment after a failed start.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         process = context.Process(target=start, args=(sender, late, logs, Path(scratch)))
         process.start()

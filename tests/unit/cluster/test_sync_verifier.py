@@ -78,7 +78,7 @@ def test_steps_without_learning_may_change_nothing(trainers):
 def test_small_learning_rates_are_summed_over_steps(trainers):
     watched = watch(trainers)
     for _ in range(5):
-        watched.expect(REGIONS, 1e-5)  # of 16,000 elements
+        watched.expect(REGIONS, 1e-5)  # 5 · 1e-5 · 16,000 elements < 1
     with pytest.raises(RunFailure, match=NOT_MOVED):
         for _ in range(5):
             watched.expect(REGIONS, 1e-5)

@@ -56,7 +56,7 @@ def test_decay_equals_transformers(name, warmup):
     overrides += [] if name == "linear" else ["min_lr=0.03"]
     overrides += ["decay=10"] if name == "wsd" else []
     reference = transformers_rates(make, num_warmup_steps=warmup, **arguments)
-    within = slice(warmup, TOTAL + 1)  # after the run, the cosine of transformers rises again
+    within = slice(warmup, TOTAL + 1)  # excludes updates after the run, in which transformers' cosine rises again
     assert rates(*overrides)[within] == pytest.approx(reference[within], rel=1e-12, abs=1e-15)
 
 
@@ -74,7 +74,7 @@ def test_schedules_match_closed_forms():
     assert linear[TOTAL // 2] == pytest.approx(0.2)
     assert linear[-2:] == pytest.approx([0.1, 0.1])
     cosine = rates("name=cosine", "warmup=4")
-    assert cosine[4 + 9] == pytest.approx(PEAK * (1 + math.cos(math.pi / 4)) / 2)  # a quarter of 36
+    assert cosine[4 + 9] == pytest.approx(PEAK * (1 + math.cos(math.pi / 4)) / 2)  # after 9 of 36 updates
     wsd = rates("name=wsd", "decay=16", "warmup=8")
     assert wsd[7:25] == [PEAK] * 18  # from the last warm-up update to the first decay update
     assert wsd[24 + 4] == pytest.approx(PEAK / 2)

@@ -254,7 +254,7 @@ def test_rules_are_checked() -> None:
 
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 RULED = {*MANAGED["rollout"], *REFITTABLE}
-"""vLLM arguments that rules check. Hypothesis finds names in the package's source and tries them."""
+"""vLLM arguments that rules check. They are excluded, because Hypothesis also tries names from the package's source."""
 extras = st.dictionaries(
     st.text().filter(lambda name: name not in RULED),
     st.recursive(

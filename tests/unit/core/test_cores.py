@@ -24,7 +24,7 @@ def write(folder, files):
         # A job step's cgroup lies inside the job's, whose quota also applies.
         ("0::/job_7/step_0\n", {"job_7/cpu.max": "800000 100000", "job_7/step_0/cpu.max": "max 100000"}, 8),
         ("0::/job_7/step_0\n", {"job_7/cpu.max": "800000 100000", "job_7/step_0/cpu.max": "400000 100000"}, 4),
-        # In a container, the path is the host's and the container's own cgroup is the root.
+        # In a container, the path is the one on the host, but the root is the container's own cgroup.
         ("0::/docker/abc\n", {"cpu.max": "300000 100000"}, 3),
         # Version 1, with one folder per set of controllers. Only the CPU controller's quota counts.
         (

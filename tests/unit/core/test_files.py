@@ -54,7 +54,7 @@ def test_append_rows_round_trips_any_text(tmp_path: Path) -> None:
 
 def raised(error: Exception, cause: Exception | None = None, context: Exception | None = None) -> Exception:
     error.__cause__, error.__context__ = cause, context
-    error.__suppress_context__ = cause is not None  # assigning any cause, even None, sets it
+    error.__suppress_context__ = cause is not None  # assigning a cause sets the flag, even if the cause is None
     return error
 
 

@@ -21,7 +21,7 @@ MOMENTS = {
     "value/residual_mean",
     "value/residual_square_mean",
 }
-"""Intermediate values, which megarl/step/metrics.py replaces."""
+"""Intermediate metrics, which megarl/step/metrics.py replaces."""
 
 
 FORMS = {
@@ -67,7 +67,7 @@ def texts(source: str) -> set[str]:
 def test_every_metric_in_the_code_is_declared():
     named = {text for source in sources().values() for text in texts(source) if NAME.fullmatch(text)}
     assert len(named) > 80, named
-    # reward/NAME matches every name in its section. The code never has the name of a score as a constant.
+    # Exclude reward/NAME, which matches every name in its section. No constant in the code is the name of a score.
     declarations = [metric for metric in METRICS if metric.name != "reward/NAME"]
     assert [name for name in sorted(named - MOMENTS) if not any(m.matches(name) for m in declarations)] == []
 

@@ -92,7 +92,7 @@ def test_rollouts_and_advantages_survive_a_full_disk(tmp_path: Path, disk: Disk)
     file = tmp_path / "step_000001.jsonl"
     disk.free = 0
     assert not append_rollouts(file, 1, samples(2))
-    write_advantages(file, {"1.0.0": 0.5})  # the step has no file
+    write_advantages(file, {"1.0.0": 0.5})  # does nothing, because the step has no file
     assert not list(tmp_path.iterdir())
     disk.free = 2 * RESERVED_BYTES
     assert append_rollouts(file, 1, samples(2))

@@ -61,7 +61,7 @@ def test_fetches_of_a_node_come_from_different_ranks() -> None:
 @pytest.mark.parametrize(
     ("nodes", "lost", "expected"),
     [
-        ([0, 1, 2, 3], (1, 2), [1]),  # rank 2's keeper is on node 3
+        ([0, 1, 2, 3], (1, 2), [1]),  # node 3 has the keeper of rank 2
         ([0, 1, 2, 3], (0, 2), []),
         ([0, 0, 1, 1], (0, 1), [0, 1, 2, 3]),
     ],

@@ -15,7 +15,7 @@ import pytest
 
 from megarl.core.proxies import LOOPBACK, bypass_proxies
 
-UNREACHABLE = "http://127.0.0.1:9"  # the discard port
+UNREACHABLE = "http://127.0.0.1:9"  # the discard port, on which no server listens
 CHILD = "import sys, httpx; print(httpx.get(sys.argv[1]).text)"
 
 

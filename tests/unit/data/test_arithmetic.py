@@ -12,7 +12,7 @@ def test_answers_are_sums_and_all_digit_pairs_occur():
         assert row.answer == str(int(left) + int(right))
         pairs[left, right] += 1
     assert len(pairs) == 100
-    assert max(pairs.values()) < 50  # 20 expected
+    assert max(pairs.values()) < 50  # 20 on average
 
 
 def test_rows_depend_on_the_seed_only():

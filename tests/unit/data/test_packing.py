@@ -47,7 +47,7 @@ def test_pack_keeps_the_budget_and_wastes_less_than_half(sizes):
     microbatches = pack([Bundle((i,), size, size) for i, size in enumerate(sizes)], BUDGET)
     assert indices(microbatches) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in members) <= BUDGET for members in microbatches)
-    assert len(microbatches) <= 2 * sum(sizes) / BUDGET + 1  # first fit leaves at most one half empty
+    assert len(microbatches) <= 2 * sum(sizes) / BUDGET + 1  # first fit leaves at most one less than half full
 
 
 def test_sample_above_the_budget_is_refused():

@@ -95,5 +95,5 @@ def test_tokens_with_different_routes_are_not_shared(differs_at):
     if differs_at is not None:
         routes[1, differs_at, 2] = 1
     routed = [replace(item, routes=item_routes) for item, item_routes in zip(samples, routes, strict=True)]
-    shared = {25: 10, 39: 39, None: 40}[differs_at]  # 15 common tokens after the prompt are too few to share
+    shared = {25: 10, 39: 39, None: 40}[differs_at]  # 15 common tokens after the prompt are not shared
     assert place_runs(routed, packing())[1] == 2 * 41 - shared

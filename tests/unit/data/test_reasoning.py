@@ -29,7 +29,7 @@ COMPOSITE = {"datasets": [{"name": "knights_knaves", "config": {"n_people": 3}},
 SIZE = 2
 NONSENSE = ("-77", "zqx nonsense", "[[1]]")
 HASHED = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Tasks that iterate over sets of strings, so that their rows depend on the hash seed of the process."""
+"""Tasks that iterate over sets of strings, so that their rows would depend on the hash seed of the process."""
 
 
 @pytest.fixture(scope="module")

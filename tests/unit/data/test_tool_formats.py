@@ -53,7 +53,7 @@ def test_calls_rendered_by_a_template_are_parsed(name, drawn):
     start, ids = (tokenizer.apply_chat_template(m, return_dict=False) for m in ([user], [user, turn]))
     _, parsed = CHATS[name].read(ids[len(start) :])
     parsed = [(call.name, call.arguments) for call in parsed] if name != "llama3" else parsed
-    if name == "llama3":  # the ids include the turn's header, which is not part of the turn
+    if name == "llama3":  # remove the header, which is not part of the turn
         content = tokenizer.decode(ids[len(start) :]).partition("<|end_header_id|>\n\n")[2]
         parsed = [(call.name, call.arguments) for call in read(name, content)]
     assert parsed == drawn

@@ -36,7 +36,7 @@ ADD = {
 }
 USER = {"role": "user", "content": "Hi"}
 
-# No whitespace at the ends, which templates strip, and no characters that could form a special token.
+# Exclude whitespace at the ends, which templates strip, and characters that could form a special token.
 text = st.text("aber \n\té{}<|>\"'\\ TO", min_size=1).map(str.strip).filter(bool)
 users = text.map(lambda content: [{"role": "user", "content": content}])
 answers = st.lists(text, min_size=1, max_size=3).map(
@@ -46,7 +46,7 @@ answers = st.lists(text, min_size=1, max_size=3).map(
     ]
 )
 endings = st.sampled_from(["closed", "cut off", "closed and beyond"])
-# No leading "<", which the tokenizer merges with the preceding newline: the prompt's ids would not be a prefix.
+# Exclude a leading "<": merged with the preceding newline, it would prevent the prompt's ids from being a prefix.
 policy_text = text.filter(lambda content: not content.startswith("<"))
 rounds = st.lists(st.tuples(policy_text, endings, users | answers), min_size=1, max_size=4)
 
@@ -265,8 +265,8 @@ def test_special_tokens_typed_in_later_plain_text_are_ordinary_text():
 
 def test_message_rendered_elsewhere_begins_a_new_sample():
     late = [{"role": "system", "content": "Be brief."}]
-    assert PLAIN["deepseek"].extend([1], late) is None  # rendered at the beginning of the conversation
-    assert PLAIN["mistral"].extend([1], late) is None  # rejected
+    assert PLAIN["deepseek"].extend([1], late) is None  # the template moves it to the beginning
+    assert PLAIN["mistral"].extend([1], late) is None  # the template rejects it
     assert PLAIN["mixtral"].extend([1], [USER, USER]) is None
     assert PLAIN["qwen2.5"].extend([1], late) is not None
 

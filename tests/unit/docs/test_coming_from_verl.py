@@ -287,7 +287,7 @@ CLAIMS: dict[str, Callable[[Path], None]] = {
     "use_kl_loss": zero_means_no_kl,
     "use_remove_padding": budget_is_in_tokens,
 }
-"""verl's key -> a test of the note next to its equivalent, or of the reason why it has none."""
+"""verl's key -> check of the note next to its equivalent, or of the reason for having none."""
 
 
 def test_every_claim_has_a_test() -> None:

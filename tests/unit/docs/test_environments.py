@@ -34,7 +34,7 @@ step = asyncio.run(shop.step(Turn([], "", "stop", (ToolCall("price", {"item": "i
 assert step.observation[0]["content"] == "error: price raised KeyError: 'ink'"
 assert asyncio.run(shop.step(Turn([], " 5.00 USD", "stop"))).reward == 1.0
 """
-"""Turns with the class whose source the page shows."""
+"""A conversation with the class whose source the page shows."""
 
 
 def blocks(language: str) -> list[str]:

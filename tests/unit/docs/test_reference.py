@@ -23,14 +23,14 @@ def leaves(tree: dict, prefix: str = "") -> dict[str, object]:
 
 def rows(page: str) -> dict[str, list[str]]:
     """Return the cells of the page's table rows by the first cell."""
-    is_cell_end = re.compile(r"(?<!\\)\|(?=(?:[^`]*`[^`]*`)*[^`]*$)")  # not escaped, and not in code
+    is_cell_end = re.compile(r"(?<!\\)\|(?=(?:[^`]*`[^`]*`)*[^`]*$)")  # a bar that is neither escaped nor in code
     cells = [is_cell_end.split(line)[1:-1] for line in page.splitlines() if line.startswith("| `")]
     return {row[0].strip(" `"): [cell.strip() for cell in row[1:]] for row in cells}
 
 
 def test_configuration_page_has_every_key_with_default_and_comment():
     table = rows(reference.config_page().partition("## Options of estimators")[0])
-    # sections that repeat another section's keys, as YAML aliases, are listed without their keys
+    # The page omits the keys of sections that are YAML aliases of other sections.
     aliases = re.compile(r"^(critic|implicit_reward)\.(layout|optimizer|megatron_overrides)\.|^reward_model\.layout\.")
     for key, value in leaves(yaml.safe_load(BASE.read_text())).items():
         if aliases.match(key):

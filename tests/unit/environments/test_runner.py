@@ -385,7 +385,7 @@ TURNS = {
         "8<|user|>",
     ),
 }
-"""A valid call, a malformed call and the answer, in a family's own format with the stop token."""
+"""Format -> a valid call, a malformed call and the answer, each with the family's stop token."""
 
 
 @pytest.mark.parametrize("family", TURNS)

@@ -13,7 +13,7 @@ from megarl.environments import Environment, Opening, Step, Task, Turn, tool
 LOOK = [{"role": "user", "content": "look at it " * 400_000}]
 ENORMOUS = [{"role": "user", "content": " " * 2**26}] * 4
 LONG = {"long": LOOK, "long restart": LOOK, "long as is": LOOK, "enormous": ENORMOUS}
-"""Observations that are much longer than the context, by fault."""
+"""Fault -> observation that is much longer than the context."""
 
 
 class Counter(Environment):

@@ -86,7 +86,7 @@ def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
     rows.touch()
     config = load(recipe)
     own_data = [] if config.data.is_procedural else [f"data.source={rows}"]
-    # The RLHF recipe starts from the models that two other recipes write, the image recipe from one that a tool writes.
+    # The RLHF recipe starts from models that two other recipes write, and the image recipe from one that a tool writes.
     models = {key: getattr(config, key).path for key in ("model", "critic", "reward_model")}
     if config.rollout.engine == "diffusers":
         write_tiny_image_model(tmp_path / "model")
@@ -315,7 +315,7 @@ def test_container_paths_are_checked_at_their_mount_source(tmp_path: Path) -> No
     assert any("--image=registry/name:1: the nodes pull it from a registry" in line for line in lines)
     with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: the file does not exist"):
         launch(ROOT / "configs/quickstart.yaml", request, keys[0], "data.source=/data/b.jsonl")
-    # Paths inside the image are checked on the nodes.
+    # Paths inside the image are not checked here, but later on the nodes.
     launch(ROOT / "configs/quickstart.yaml", request, *keys, "model.path=/of/the/image")
 
 

@@ -142,7 +142,7 @@ def test_step_rewards_to_go_have_their_own_baseline():
 
 
 TURNS = {"a": [2.0, 5.0], "b": [1.0], "c": [3.0], "d": []}
-"""The turns of a end at its first and fourth token."""
+"""Sample id -> reward of each turn. The turns of `a` end at its first and fourth token."""
 
 
 def turn_rewards() -> dict[str, list[float]]:

@@ -58,7 +58,7 @@ def test_shares_of_pack_balance_every_document(lengths, size):
     for length in lengths:
         document = range(start, start + 1 + length)
         counts = [sum(int(place) in document for place in share) for share in places]
-        # Query-key pairs of the document on each rank. They differ by at most the keys of two queries.
+        # The numbers of the document's query-key pairs per rank differ by at most the keys of two queries.
         pairs = [sum(int(place) - start + 1 for place in share if int(place) in document) for share in places]
         assert max(counts) - min(counts) <= 2
         assert max(pairs) - min(pairs) <= 2 * len(document)

@@ -82,7 +82,7 @@ def metrics_of(config: Config, batch: StepBatch, v: torch.Tensor, has_moved: boo
     return values(merge([read(loss.metrics(batch, loss.terms(batch, v)))]))
 
 
-# Values from public trainers.
+# Comparison with recorded values of public trainers.
 
 X, V, REFERENCE = (tensor(RECORDED[name]) for name in ("x", "v", "v_reference"))
 SIGMAS = tensor(RECORDED["sigmas"], torch.float64)
@@ -112,7 +112,7 @@ PUBLISHED = {
     "flow_dppo": (f"name: flow_dppo, divergence_limit: {LOSSES['kl_mask_threshold']}", None, 1.0),
     "tempflow_2.25_std_dev_t": (f"name: clip, {CLIP}", "deviation", mean_deviation_of_published_weight()),
 }
-"""Recorded loss -> the objective's keys, the step weight, and the published weight over ours."""
+"""Recorded loss -> the objective's keys, the step weight, and the ratio of the published weight to megarl's."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -144,7 +144,7 @@ def test_kl_to_the_reference_matches_libraries(entry, estimator, field):
     assert relative_error(terms.loss, 0.5 * expected.mean()) <= TOLERANCE
 
 
-# A reference in float64.
+# Comparison with a float64 reference.
 
 SIGMA, SIGMA_NEXT = tensor([[1.0, 0.8, 0.5, 0.2], [0.8, 0.5, 0.2, 0.1]], torch.float64)
 SECOND = torch.full((4,), 0.8, dtype=torch.float64)

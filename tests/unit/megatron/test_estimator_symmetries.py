@@ -26,7 +26,7 @@ from tests.paths import BASE
 
 KEYS = ("model.path=m", "data.source=arithmetic", "rollout.max_new_tokens=16", "rollout.context_length=64")
 NEUTRAL = {"whiten_epsilon": 0, "whiten_std": "population", "std_epsilon": 0, "k": 2}
-"""Options under which the laws hold exactly: no epsilon, and a deviation that does not depend on duplication."""
+"""Options with which the laws hold exactly: no epsilon, and a standard deviation that is invariant to duplication."""
 
 COMPARING = [name for name, spec in ESTIMATORS.items() if spec.comparison == "group"]
 LINEAR = [name for name in ESTIMATORS if name != "pass_at_k"]

@@ -60,13 +60,13 @@ CORRECTIONS = {
     "sequence weights": "{weight: sequence, mask: geometric, mask_low: 0.5, mask_high: 2}",
 }
 TOLERANCE = Tolerance(1.0, "sample")
-"""Exceeded by a token of a few samples."""
+"""A tolerance that tokens of a few samples exceed."""
 
 TOKEN_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if "tokens" in spec.actions]
 POLICY_OBJECTIVES = [name for name in TOKEN_OBJECTIVES if OBJECTIVES[name].is_policy_objective]
 OTHER_LOSSES = [name for name in TOKEN_OBJECTIVES if name not in POLICY_OBJECTIVES] + ["value", "implicit_reward"]
 REPRESENTATIVES = ("grpo", "gae")
-"""Estimators that run with every KL placement, and with every correction."""
+"""Estimators that are tested with every KL placement and every correction."""
 
 DISTURBANCES = ("other values", "non-finite values")
 
@@ -143,7 +143,7 @@ class World:
             for setting in self.estimated
             if setting.split(", ")[0] in REPRESENTATIVES and (combine_all or "sequence KL" not in setting)
         }
-        """The settings that run with every correction."""
+        """The settings that are tested with every correction."""
 
     def _outputs(self, name: str) -> Tokens:
         generator = torch.Generator().manual_seed(len(name))

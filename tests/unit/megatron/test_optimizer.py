@@ -10,7 +10,7 @@ from megarl.megatron.optimizer import l2_norm
 
 
 def test_norm_equals_megatrons_own():
-    install()  # Megatron's function hard-codes its device
+    install()  # Megatron's own function works only on CUDA
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(size, generator=generator) for size in ((5,), (3, 4), (1,), (200, 30))]
     (ours, per_tensor), (theirs, _) = (

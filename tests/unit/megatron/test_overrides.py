@@ -144,7 +144,7 @@ RELIED_ON = r"the trainer requires its own value. Fix: remove \w+"
             "fp8",
             "hybrid",
             r"megarl derives this field from critic.fp8. Fix: remove \w+ and change critic.fp8 instead",
-        ),  # otherwise it would bypass our check
+        ),  # an override would bypass megarl's check
         ("microbatch_group_size_per_vp_stage", 1, RELIED_ON),
         ("perform_initialization", False, RELIED_ON),
         ("overlap_p2p_comm_warmup_flush", True, RELIED_ON),

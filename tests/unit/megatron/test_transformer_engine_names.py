@@ -21,7 +21,7 @@ MISSING = {
     "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",  # older versions only
     "transformer_engine.pytorch.module.base.get_workspace",  # older versions only
 }
-"""Names that this Transformer Engine lacks and Megatron does not need."""
+"""Names that this version of Transformer Engine lacks, but that Megatron does not need with it."""
 
 
 @cache

@@ -29,7 +29,7 @@ def test_swapped_in_weights_are_restored_afterwards():
         with sets.swapped_in("reference"):
             assert bits(live) == start
         assert bits(live) == moved
-    assert [p.data_ptr() for p in live.parameters()] == addresses  # engines may read them in place
+    assert [p.data_ptr() for p in live.parameters()] == addresses  # engines may read weights in place
 
 
 def test_live_weights_are_restored_after_an_error():
@@ -89,7 +89,7 @@ def test_restored_snapshot_continues_identically(share):
     original.keep("reference", share)
     shift(live, 0.1)
     original.renew("reference")
-    restored.keep("reference", share)  # from other live weights than `original`
+    restored.keep("reference", share)  # starts from other live weights than `original`
     restored.restore(
         {name: {key: w.clone() for key, w in weights.items()} for name, weights in original.state().items()}
     )

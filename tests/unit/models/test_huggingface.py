@@ -35,7 +35,7 @@ def test_defaults_match_transformers(model_type: str) -> None:
     if (rope := ours.pop("rope_parameters", None)) is not None:
         assert rope | {"rope_theta": ours["rope_theta"]} == known.rope_parameters
     for key in ours.keys() - {"model_type", "rope_theta", "partial_rotary_factor"}:
-        # Class attributes are the defaults; instances have derived values. Keys that a family lacks are off.
+        # Read defaults from class attributes, because instances have derived values. A key that a family lacks is off.
         off = FAMILIES["llama"].get(key)
         absent = COMPUTED.get(key, off) if "linear_key_head_dim" in ours else off
         assert ours[key] == getattr(theirs, key, absent), key

@@ -38,7 +38,7 @@ def test_costs_match_torchs_flop_counts(name):
     config = AutoConfig.for_model(model_type, **COMMON | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     cost = TokenCost.of_model(config.to_dict())
-    # The backbone takes linear · T + pair · T², the head scored · T operations; eager attention computes all pairs.
+    # The backbone takes linear · T + pair · T² operations, and the head scored · T. Eager attention computes all pairs.
     few, many = operations(model.model, 8), operations(model.model, 16)
     pair = (many - 2 * few) / (16**2 - 2 * 8**2)
     linear = (few - 8**2 * pair) / 8
@@ -59,7 +59,7 @@ def test_pairs_outside_a_window_are_not_counted(num_tokens, num_layers):
     within = sum(min(query, 4) for query in range(1, num_tokens + 1))
     cost, pairs = TokenCost.of_model(config), ((num_layers - windowed) * full + windowed * within) / num_layers
     assert cost.pairs(num_tokens) == pytest.approx(pairs)
-    # The attention of every layer, two products with 6 heads of 8 channels each.
+    # Each layer has two attention products, with 6 heads of 8 channels.
     flops = forward_flops(ModelShape.of(config), 0, 0, cost.pairs(num_tokens))
     assert flops == pytest.approx(2 * 2 * 48 * num_layers * pairs)
     last = ((num_layers - windowed) * num_tokens + windowed * min(num_tokens, 4)) / num_layers

@@ -147,7 +147,7 @@ def mxfp4_experts(rows: int = 6, blocks: int = 3) -> dict[str, torch.Tensor]:
 
 def test_mxfp4_equals_transformers_bit_for_bit(tmp_path: Path) -> None:
     tensors = mxfp4_experts()
-    tensors[f"{OSS_EXPERTS}.down_proj_blocks"][:, 0, 0] = torch.arange(16) * 17  # every element
+    tensors[f"{OSS_EXPERTS}.down_proj_blocks"][:, 0, 0] = torch.arange(16) * 17  # every value of an element
     tensors[f"{OSS_EXPERTS}.down_proj_scales"][:, 0] = torch.tensor([0, 254, 255])
     is_scale = [name for name in tensors if name.endswith("_scales")]
     save_file({name: tensors[name] for name in is_scale}, tmp_path / "a.safetensors")

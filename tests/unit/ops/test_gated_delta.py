@@ -14,7 +14,7 @@ from tests.gated_delta_reference import convolution, recurrence
 
 LENGTHS = [[2], [64], [7, 1, 130, 64, 65, 3], [5] * 4]
 PRECISION = {torch.float32: 2e-5, torch.float64: 1e-12}
-"""Relative error allowed in values and gradients. A chunk's products sum 64 terms in another order."""
+"""Relative error allowed in values and gradients. Products within a chunk sum 64 terms in another order."""
 
 
 def bounds(lengths: list[int]) -> torch.Tensor:

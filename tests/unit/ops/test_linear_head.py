@@ -60,7 +60,7 @@ def check_equal(actual, reference, gradients, leaves, tolerance=1e-5):
 )
 def test_equals_full_logits(num_tokens, vocab, padding, temperature, has_bias, truncated):
     h, w, y, gradients = inputs(num_tokens, 12, vocab + padding, vocab)
-    h = (h.detach() / 12).requires_grad_()  # gradients of nearly certain tokens consist of rounding errors
+    h = (h.detach() / 12).requires_grad_()  # gradients of nearly certain tokens would consist of rounding errors
     bias = torch.linspace(-1, 1, vocab + padding).requires_grad_() if has_bias else None
     candidate_ids = random_candidates(num_tokens, vocab) if truncated else None
     at = torch.linspace(0.5, 2, num_tokens) if temperature == "of tokens" else float(temperature)

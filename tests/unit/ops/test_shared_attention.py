@@ -114,7 +114,7 @@ def test_blocks_outside_a_window_are_skipped_on_every_rank():
     for positions in ranks:
         mask = pack_mask(tokens, boundaries, positions, torch.cat(ranks), window=128)
         assert whole(mask, "kv", "").sum(1).max() <= 3
-        # Between two neighboring blocks, the largest distance is 255.
+        # Tokens of two neighboring blocks are at most 255 apart.
         for window, has_full_blocks in ((255, False), (256, True)):
             mask = pack_mask(tokens, boundaries, positions, torch.cat(ranks), window=window)
             assert bool(whole(mask, "kv").any()) == has_full_blocks
@@ -127,7 +127,7 @@ def test_blocks_match_the_dense_mask(name, window):
     mask = pack_mask(*documents(PACKS[name]), window=window)
     num_tokens = mask.seq_lengths[0]
     expected = create_block_mask(mask.mask_mod, 1, 1, num_tokens, num_tokens, device="cpu")
-    # With a window, a block may be listed although it is empty, because only the extreme positions in it are compared.
+    # With a window, empty blocks may be listed, because only the lowest and highest positions of a block are compared.
     assert (mask.to_dense() >= expected.to_dense()).all()
     assert window is not None or torch.equal(mask.to_dense(), expected.to_dense())
     assert (whole(mask, "kv") <= whole(expected, "kv")).all()
@@ -138,7 +138,7 @@ def test_blocks_match_the_dense_mask(name, window):
 def whole(mask, side: str, kind: str = "full_") -> torch.Tensor:
     """Return bool [blocks, blocks]: the listed blocks, by rows of queries (kv) or keys (q)."""
     counts, indices = (getattr(mask, f"{kind}{side}_{what}")[0, 0] for what in ("num_blocks", "indices"))
-    assert indices.is_contiguous()  # assumed by the kernel
+    assert indices.is_contiguous()  # required by the kernel
     listed = torch.arange(indices.shape[1]) < counts[:, None]
     return torch.zeros(indices.shape, dtype=torch.bool).scatter(1, indices.long(), listed)
 

@@ -21,7 +21,7 @@ from tools.benchmarks.figures import RESULTS
 from tools.benchmarks.predictions import predict_recipe
 
 MIN_FREE = 0.05
-"""Minimum share of a GPU's memory that a recipe must leave free in the plan."""
+"""Minimum fraction of a GPU's memory that must be free in a recipe's plan."""
 
 
 def is_slow_to_plan(recipe: H100Recipe) -> bool:

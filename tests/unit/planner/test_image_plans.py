@@ -81,7 +81,7 @@ def test_flops_match_torch(height, width, caption):
     """Images have 64, 60 and 64 tokens, and captions 32, 5 and 70, before padding to multiples of 32."""
     model = ZImageTransformer2DModel.from_config(TINY).eval()
     inputs = [torch.randn(4, 1, height, width)], torch.tensor([0.5]), [torch.randn(caption, 20)]
-    # torch's counter does not count the CPU's attention kernel.
+    # Use the math backend, because torch's counter does not count the fused CPU attention.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(*inputs, return_dict=False, patch_size=2)
     image_tokens, caption_tokens = 32 * ceil(height * width / 4 / 32), 32 * ceil(caption / 32)
@@ -123,7 +123,7 @@ def test_text_encoders_of_stable_diffusion_3_have_the_stated_sizes():
         )
     shape = DenoiserShape.of(SD35_MEDIUM)
     assert sum(p.numel() for model in (*clip, t5) for p in model.parameters()) == shape.text_encoder_parameters
-    # A caption has 77 tokens of CLIP and 256 of T5; nothing is padded.
+    # A caption always has 77 CLIP tokens and 256 T5 tokens, without padding to a multiple.
     assert [shape.caption_tokens(number) for number in (1, 70, 999)] == [77 + 256] * 3
     assert shape.image_tokens(1024, 1024) == 64 * 64 and shape.image_tokens(512, 528) == 32 * 33
 
@@ -134,7 +134,7 @@ def test_stable_diffusion_3_has_a_plan(tmp_path, hf_config):
     config = image_recipe(f"model.path={tmp_path}", "rollout.denoising={height: 512, width: 512, guidance: 4}")
     found = plan_recipe(config, read_cluster("8xH100"))
     assert found.num_parameters == ModelParameters(hf_config).count
-    # Each denoising step has two documents: 1,024 image tokens, and 333 caption tokens whatever the caption.
+    # Each denoising step has two documents, each with 1,024 image tokens and, for any caption, 333 caption tokens.
     assert workload_of(found.best.config, DenoiserShape.of(hf_config)).step_tokens == 2 * (1024 + 333)
 
 

@@ -28,7 +28,7 @@ from tests.paths import BASE, CONFIGS
 from tests.unit.resharding.megatron_world import base_config, real_rank
 
 TINY_FLOW = CONFIGS / "tiny-flow-cpu-flow-grpo.yaml"
-"""An image model that only a tool writes."""
+"""Recipe for an image model that only a tool creates."""
 
 CASES = {recipe.file: recipe.model for recipe in RECIPES}
 CASES |= {recipe: "SmolLM2-135M" for recipe in sorted(CONFIGS.glob("*.yaml")) if recipe not in (BASE, TINY_FLOW)}

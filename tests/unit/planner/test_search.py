@@ -104,7 +104,7 @@ def test_recomputation_is_chosen_only_if_needed():
 UNPLANNED = "base.yaml", "smollm2-cpu-rlhf.yaml", "tiny-flow-cpu-flow-grpo.yaml"
 
 RECIPES = sorted(path.name for path in CONFIGS_FOLDER.glob("*.yaml") if path.name not in UNPLANNED)
-"""megarl's recipes, except one whose models are trained by two other recipes, and one whose model a tool writes."""
+"""megarl's recipes, except one whose models two other recipes train, and one whose model a tool creates."""
 
 
 @pytest.mark.parametrize("name", RECIPES)

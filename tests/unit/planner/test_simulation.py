@@ -34,7 +34,7 @@ def test_one_step_off_takes_the_slower_side(train):
     ("lengths", "sampling"),
     [
         pytest.param((10, 10, 10, 10, 100), 1.0, id="slow_prompt_is_dropped"),
-        # The first prompt of a step is the restarted one that was dropped before, and the step waits for it.
+        # A step's first prompt is the restarted one that an earlier step dropped. The step waits for this prompt.
         pytest.param((100, 10, 10, 10, 10), 10.0, id="restarted_prompt_is_waited_for"),
     ],
 )

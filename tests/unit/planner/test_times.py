@@ -116,7 +116,7 @@ def test_trpo_product_costs_two_passes_and_a_gradient():
     region = "algorithm.trust_region={kl_limit: 0.01, iterations: 4}"
     plain, trpo = (plan_of(DENSE, "8xH100", *keys, *more).times.training["actor"] for more in ((), (region,)))
     assert trpo.update["matrix products"] == pytest.approx(5 * plain.update["matrix products"])
-    # One old-policy pass, two passes per product, and one trial pass; an update costs as much as three passes.
+    # One old-policy pass, two passes per Fisher-vector product, and one line-search pass. An update costs three passes.
     assert trpo.passes["matrix products"] == pytest.approx(10 * plain.update["matrix products"] / 3)
 
 
@@ -128,7 +128,7 @@ def test_expert_all_to_all_over_nodes_uses_the_network():
     together = (16384 - work.prompt_tokens) / work.response_tokens
     tokens = 64 * 16 / 32 * (work.prompt_tokens / together + work.response_tokens)
     active, hidden, layers = 8, 2048, 48
-    sent = 2 * tokens * active * hidden * 2 * layers * 4  # there and back; forward, again, and twice backward
+    sent = 2 * tokens * active * hidden * 2 * layers * 4  # 2 directions; forward, recomputation, 2 · backward
     assert near.volume["expert"] == pytest.approx(sent * 7 / 8, rel=0.1)
     assert far.volume["expert"] == pytest.approx(sent * 31 / 32, rel=0.1)
     assert far.update["expert-parallel all-to-all"] > 5 * near.update["expert-parallel all-to-all"]

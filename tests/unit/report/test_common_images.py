@@ -159,7 +159,7 @@ def test_each_evaluation_is_limited_in_samples_and_bytes(tmp_path: Path, monkeyp
             edit(run, step, lambda row: row.update(prompt_id=str(int(row["sample_id"].split(".")[-1]) // 4)))
     section = compare(runs)
     shown = strips(section)
-    # The first sample of each of the 12 prompts, then the second.
+    # The order is the first sample of each of the 12 prompts, followed by the second samples.
     order = [f"1.0.{4 * i + k}" for k in (0, 1) for i in range(MAX_SAMPLES // 2)]
     assert [name for name, *_ in shown] == [name for name in order for _ in range(2)]
     assert [len(each[3]) for each in shown] == [2] * 6 + [0] * (2 * MAX_SAMPLES - 6)

@@ -85,7 +85,7 @@ def test_rewritten_steps_and_new_metrics_are_sent_with_all_steps(run: Path) -> N
     report = live.LiveReport(run)
     add_step(run, 2)
     known = report.changes(hashes_in(report.page()))["hashes"]
-    add_step(run, 2)  # a resumed run repeats the step with the same result
+    add_step(run, 2)  # as in a resumed run, which repeats the step with the same result
     assert "points" not in report.changes(known)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": 7.0}\n')

@@ -98,7 +98,7 @@ def test_reward_chart_is_first_and_other_metrics_follow(tmp_path):
     assert titles[0] == "Reward"
     assert titles[-1] == "kl/<script>"
     assert "Time by phase" in titles and "Memory" in titles
-    assert "Entropy" not in titles  # the run has none
+    assert "Entropy" not in titles  # the run has no entropy metric
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 10_000])

@@ -290,7 +290,7 @@ SPLIT_BY_ROWS = (
     ("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
     ("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
 )
-"""The same for tensors of latent attention of which each rank holds the rows of its heads."""
+"""As above, but for tensors of latent attention of which each rank holds the rows of its heads."""
 
 
 def megatron_shard(

@@ -106,7 +106,7 @@ def test_elements_of_many_plans_arrive_once(case, ranks_per_node, replicas, shar
 def check_elements(case, ranks_per_node, replicas, shared, bucket_bytes):
     """shared: whether trainer and engines are on the same nodes."""
     config, layout, vllm_tp = case
-    # Megatron and vLLM do not support all layouts of gpt-oss.
+    # Test gpt-oss unsharded, because Megatron and vLLM do not support all of its layouts.
     assume(config["model_type"] != "gpt_oss" or layout.tp == layout.expert_tp == vllm_tp == 1)
     checkpoint = numbered(huggingface_holder(config))
     ranks = on_nodes(megatron_holders(config, layout, vocab_multiple=4), ranks_per_node)

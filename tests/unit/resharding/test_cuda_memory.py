@@ -22,7 +22,7 @@ CONFIG = config_of()
 SOURCE, TARGETS = huggingface_holder(CONFIG, "float32"), vllm_holders(CONFIG, 1, 2, "float32")
 PLAN = make_plan([SOURCE], TARGETS)
 READER_PARAMETERS = {"any": torch.empty(1)}
-"""Determines the reader's device."""
+"""A parameter that determines the reader's device."""
 
 
 ARGUMENTS = list(inspect.signature(rebuild_cuda_tensor).parameters)
@@ -53,7 +53,7 @@ class FakeIpc:
         number = arguments["storage_handle"]
         assert number not in self.opened
         self.opened[number] = arguments["storage_device"]
-        memory = self._published[number].numpy()[:]  # kept alive by the storage of the tensor created from it
+        memory = self._published[number].numpy()[:]  # stays alive as long as the storage of the new tensor
         self._open.append(weakref.ref(memory))
         weakref.finalize(memory, self.release, arguments["ref_counter_handle"], arguments["ref_counter_offset"])
         return torch.from_numpy(memory)

@@ -37,7 +37,7 @@ from tests.timing import WAIT_S
 from tests.unit.resharding.cases import layout_of
 from tests.unit.resharding.vllm_world import SHARED, weights, worker
 
-# vLLM compiles this function, which takes half a minute; the uncompiled one computes the same bits.
+# Skip vLLM's compilation of this function, which takes half a minute. The uncompiled function returns the same bits.
 quantize = per_block_cast_to_fp8._torchdynamo_orig_callable
 
 SIZES = dict(
@@ -261,7 +261,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_vllm_loads_quantized_checkpoints_where_declared(name, tp, tmp_path, monkeypatch):
     """Compares names, shapes, dtypes and elements with the model that vLLM's own classes build and load."""
-    # vLLM finds no kernels on processors without AMX or AVX-512. This test does not run any kernel.
+    # On processors without AMX or AVX-512, vLLM finds no kernels. This test needs none, because it does not run them.
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(_custom_ops, "_supports_cpu_fp8_w8a16", True)
     config = MODELS[name]

@@ -29,7 +29,7 @@ def test_read_parameters_equal_the_written_ones(ranks: dict, tmp_path: Path) -> 
     folders = {name: tmp_path / name for name in ranks}
     for name, parameters in ranks.items():
         write_parameters(parameters, ["matrix", "row"], folders[name])
-    transport = pickle.loads(pickle.dumps(RankFiles(folders)))  # the transport is sent to the exporting rank
+    transport = pickle.loads(pickle.dumps(RankFiles(folders)))  # as when it is sent to the exporting rank
     for name, parameters in ranks.items():
         assert transport.dtype(name, "row") == parameters["row"].dtype
         assert torch.equal(transport.read(name, "row", ((2, 5),)), parameters["row"][2:5])

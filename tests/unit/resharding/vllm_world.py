@@ -67,14 +67,14 @@ def worker(
     options: dict[str, Any] = dict(skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True)
     model = ModelConfig(str(folder), **options)
     built = ModelConfig(str(folder), hf_overrides=SpeculativeConfig.hf_config_override, **options) if drafts else model
-    # Set after construction, because the constructor checks sizes against the devices of this machine.
+    # Set the sizes after construction, because the constructor checks them against this machine's devices.
     parallel = ParallelConfig()
     parallel.tensor_parallel_size = parallel.world_size = tp
     parallel.rank, parallel.enable_expert_parallel = rank, expert_parallel
     engine = VllmConfig(model_config=model, parallel_config=parallel, cache_config=CacheConfig(block_size=16))
     with process_groups(tp, rank), set_current_vllm_config(engine):
         on_host = mock.patch.object(expert_map_manager, "determine_expert_map", expert_map_on_host)
-        # The CPU kernels for gpt-oss support fewer sizes than those that GPU engines use.
+        # For gpt-oss, CPU kernels support fewer sizes than GPU kernels.
         any_size = mock.patch.object(CPUUnquantizedExperts, "_supports_grouped_gemm", lambda config: (True, None))
         with on_host, any_size, set_default_torch_dtype(dtype), torch.device(device):
             module = initialize_model(engine, model_config=built)

@@ -158,7 +158,7 @@ def test_math_match_compares_numbers_as_numbers(response, answer, value):
         ("1 1/2", "11/2", False),
         ("11/2", "1 1/2", False),
         ("-1 1/2", "-1/2", False),
-        ("1 3/2", "5/2", False),  # the fraction of a mixed number is below 1
+        ("1 3/2", "5/2", False),  # not a mixed number, whose fraction would be below 1
         ("1 1/0", "1", False),
         ("2 1/2, 3", "2.5", False),
         (r"2 \cdot \frac{1}{2}", "2.5", False),

@@ -58,7 +58,7 @@ FOREIGN = {
     "response first": ("def f(response, prompt, answer):", "(response, answer, prompt) == ('2', 'two', '1 + 1 = ')"),
     "without prompt": ("def f(response, ground_truth, level):", "(response, ground_truth, level) == ('2', 'two', 5)"),
 }
-"""Name -> definition of a function for another trainer, and the condition that its arguments must meet."""
+"""Name -> definition of a reward function for another trainer, and the condition that its arguments must meet."""
 
 
 def refusal(tmp_path: Path, code: str) -> str:

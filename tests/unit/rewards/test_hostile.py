@@ -89,7 +89,7 @@ LOWEST = {
     "knights_knaves": ("Zoey is a knave", -2.0),
     "math_match": ("12", 0.0),
 }
-"""An answer for each function, and the value of a wrong response."""
+"""Function -> an answer, and the value of a wrong response."""
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_ten_megabyte_response_does_not_break_the_pool(pool, function, unit):
 def test_catastrophic_regex_is_wrong_without_losing_the_process(pool, response):
     [before] = [child.pid for child in pool._children]
     result = call(pool, "regex", response)
-    # With ten megabytes, the search may hit the memory limit first.
+    # Do not use a longer response: at ten megabytes, the search could hit the memory limit first.
     assert (result.value, result.failure) == (0.0, None)
     assert [child.pid for child in pool._children] == [before]
     assert call(pool, "regex", "aaa").value == 1.0

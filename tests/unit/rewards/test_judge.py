@@ -59,7 +59,7 @@ def test_random_orders_depend_on_the_seed_and_are_balanced():
     distinct = {frozenset((item.first.id, item.second.id)) for item in pairs}
     assert len(distinct) == len(pairs) == 40 * 39 // 2
     in_order = sum(int(item.first.text) < int(item.second.text) for item in pairs)
-    assert abs(in_order / len(pairs) - 0.5) < 0.08  # over four standard deviations
+    assert abs(in_order / len(pairs) - 0.5) < 0.08  # more than four standard deviations
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_differing_expressions_differ_for_math_verify():
         ("2x+y", "2x+z", False),  # different variables are left to math-verify
         ("9\\%+x", "9+x", False),
         (r"2^{10^{9}}\cdot 3", r"2^{10^{9}}\cdot 5", False),
-        ("(x-2)^{1/2}x", "(x-3)^{1/2}x", False),  # not a real number at the evaluated point
+        ("(x-2)^{1/2}x", "(x-3)^{1/2}x", False),  # not real at the point of evaluation
         ("2\\pi", "3\\pi", False),
     ],
 )

@@ -147,7 +147,7 @@ TURN = (
 VISIBLE = "m.content.split('</think>')[-1]"
 REASONING = "(m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content else '')"
 QWEN = f"'<think>' + {REASONING} + '</think>' + {VISIBLE}.strip()"
-"""Like Qwen3's template, begins each turn of the assistant with a reasoning block, which may be empty."""
+"""Template that, like Qwen3's, begins each assistant turn with a reasoning block, which may be empty."""
 
 
 def templated(content: str) -> PreTrainedTokenizerFast:
@@ -250,7 +250,7 @@ def test_multi_token_characters_end_with_their_last_token():
     assert len(CHARACTERS.tokenize("é€.")) == 6
     mapped = reward("é€.é", [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], CHARACTERS, CHARACTERS)
     assert mapped == model_reward(160.0, [nan] * 5 + [32.0, nan, nan, 128.0])
-    ended = merging_tokenizer(". Ã")  # this token ends inside a character
+    ended = merging_tokenizer(". Ã")  # the merged token ends inside a character
     assert reward("a.é.b", [1.0, 2.0, 4.0, 8.0, 16.0], ended, CHARACTERS).by_token is not None
 
 

@@ -37,7 +37,7 @@ class Server(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.active = self.most_active = 0
         self.num_unavailable = 1
-        """Number of failing requests for a flaky response."""
+        """Number of requests about a flaky response that still fail."""
         self.lock = threading.Lock()
         self.several = threading.Barrier(CONCURRENCY)
 

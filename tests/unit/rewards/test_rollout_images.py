@@ -152,7 +152,7 @@ def test_failed_write_keeps_the_lines(
     monkeypatch.setattr(rollout_images, "IMAGES", OptionalLog("images"))
     file = tmp_path / "step_000001.jsonl"
     (tmp_path / "step_000001").mkdir()
-    (tmp_path / "step_000001" / "1.0.1.png").mkdir()  # cannot be replaced by a file
+    (tmp_path / "step_000001" / "1.0.1.png").mkdir()  # a file cannot replace this directory
     append_rollouts(file, 1, step(1))
     assert ["image" in row for row in rows(file)] == [True, False]
     assert names_in(tmp_path / "step_000001") == ["1.0.0.png", "1.0.1.png"]
@@ -183,7 +183,7 @@ def test_grid_has_one_row_per_group_and_a_reward_below_each_image() -> None:
         assert len(x) == (boxes[-1][2] - boxes[-1][0]) * (boxes[-1][3] - boxes[-1][1])
     sizes = [(right - left, bottom - top) for left, top, right, bottom in boxes]
     assert sizes == [(GRID_SIDE, GRID_SIDE), (GRID_SIDE, GRID_SIDE // 2), (GRID_SIDE, GRID_SIDE)]
-    assert boxes[0][1] == boxes[1][1] and boxes[0][2] < boxes[1][0]  # a group is a row
+    assert boxes[0][1] == boxes[1][1] and boxes[0][2] < boxes[1][0]  # each group is a row
     assert boxes[2][0] == boxes[0][0] and boxes[2][1] > boxes[0][3]
     for left, _, right, _ in boxes:
         below = drawn[boxes[0][1] + GRID_SIDE : boxes[0][1] + GRID_SIDE + 25, left:right]

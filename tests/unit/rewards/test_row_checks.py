@@ -78,7 +78,7 @@ def test_answers_that_always_fail_are_found(
 
 
 def test_every_function_that_reads_the_answer_has_a_check() -> None:
-    # test_ocr has the cases of ocr_exact, which needs a package.
+    # Cases of ocr_exact are in test_ocr, because it needs an additional package.
     assert {case[0] for case in CASES} | {*WITHOUT_ANSWERS, "ocr_exact"} == set(FUNCTIONS)
 
 

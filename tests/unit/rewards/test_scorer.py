@@ -121,13 +121,13 @@ def rated(*problems: str | None, failed: int = 0) -> list[Score]:
 @pytest.mark.parametrize(
     ("scores", "num_failures"),
     [
-        (rated("no rating"), 0),  # one response never ends a run
+        (rated("no rating"), 0),  # a single response never ends a run
         (rated("no rating", None), 0),
         (rated("no rating", "no rating", None, None), 0),
         (rated("no rating", "no rating", None), 2),
         (rated("no rating", "no rating"), 2),
         (rated(None, None, None), 0),
-        (rated("no rating", "no rating", failed=2), 0),  # failures for other reasons count as rated
+        (rated("no rating", "no rating", failed=2), 0),  # in this count, other failures count as rated
     ],
 )
 def test_judge_that_rates_few_responses_is_a_failure(scores, num_failures):
@@ -164,7 +164,7 @@ def test_sum_of_rewards_beyond_float32_is_a_failure(reward, shown):
 
 
 TURNS = (False, True, True, False, True, False, False, True)
-"""Three turns that end at 2, 4 and 7."""
+"""Response mask of three turns, which end at tokens 2, 4 and 7."""
 
 
 def scored(

@@ -17,7 +17,7 @@ class Cluster:
         self.seconds, self.now = seconds, 0.0
         self.router = Router(list(seconds), weighs_speed=True)
         self.running: dict[tuple[Submission, str], float] = {}
-        """End of each engine's part of a submission."""
+        """(submission, engine) -> time at which the engine finishes its part."""
         self.aborting: set[str] = set()
         self.answers: dict[Submission, dict] = {}
         self.finished: dict[Submission, float] = {}

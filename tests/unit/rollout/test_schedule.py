@@ -38,7 +38,7 @@ def simulate(per_step: int, max_staleness: int, steps: int, rng: random.Random, 
                     taken[-1].append((group[0], group[1]))
                     choices.append((group[0], present))
         for group in rng.sample(schedule.unfinished, rng.randint(0, len(schedule.unfinished))):
-            schedule.finish(group)  # during training
+            schedule.finish(group)  # finish some groups, as during training
     return taken, choices, number, len(schedule)
 
 

@@ -95,7 +95,7 @@ def test_damage_is_reported_with_the_previous_checkpoint(checkpoints, damage, na
     latest = save(checkpoints, 10, 20, 30).path
     damage(latest / name)
     if problem.startswith("manifest.json is corrupt") and damage is truncate:
-        damage(latest / name)  # the first lost byte is the trailing newline
+        damage(latest / name)  # truncate twice, because the first lost byte is the trailing newline
     remedy = f"Fix: resume from the previous checkpoint with resume={checkpoints.path}/step_000020"
     with pytest.raises(ValueError, match=f"^{re.escape(f'{latest}: {problem}')}.*[.] {re.escape(remedy)}$"):
         opened = Checkpoint.open(latest)
@@ -174,7 +174,7 @@ def limit_operations(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
 
     for owner, name in ((Path, "mkdir"), (Path, "rename"), (Path, "replace"), (Path, "write_bytes"), (os, "fsync")):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
-    monkeypatch.setattr(os, "unlink", counted(os.unlink))  # once per file that rmtree removes
+    monkeypatch.setattr(os, "unlink", counted(os.unlink))  # rmtree calls it once per file
     monkeypatch.setattr(os, "rmdir", counted(os.rmdir))
 
 

@@ -40,7 +40,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    monkeypatch.setattr("megarl.run.folder.MEGARL", tmp_path)  # a developer may edit megarl's checkout meanwhile
+    monkeypatch.setattr("megarl.run.folder.MEGARL", tmp_path)  # ignore changes to the checkout during the test
     for name, text in (("reward.py", REWARD), ("own.py", OWN), ("world.py", WORLD)):
         (folder / name).write_text(text)
     (tmp_path / "model").mkdir()

@@ -91,7 +91,7 @@ def test_reopen_keeps_data_up_to_the_checkpoint(config):
     assert (again.path, again.attempt, again.moved) == (folder.path, 2, None)
     assert again.metrics.read_text() == "".join(lines[:2])
     assert list(again.rollout_files()) == [1, 2]
-    assert again.model.exists()  # until it is exported again
+    assert again.model.exists()  # kept until the next export
     assert len(list((folder.path / "rollouts").iterdir())) == 2 + 3
     assert yaml.safe_load(again.config.read_text())["run"]["steps"] == 500
     manifest = json.loads(again.manifest.read_text())
@@ -139,7 +139,7 @@ def test_changes_and_warnings_survive_a_kill_during_reopening(config, monkeypatc
 def test_folder_with_other_files_raises(config):
     path = Path(config.run.folder) / "first"
     path.mkdir(parents=True)
-    assert RunFolder.create(config).path == path  # an empty folder is free
+    assert RunFolder.create(config).path == path  # an empty folder can be used
     for name in ("config.resolved.yaml", "manifest.json"):
         (path / name).unlink()
     with pytest.raises(

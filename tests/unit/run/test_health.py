@@ -118,8 +118,8 @@ def falling_entropy(rewards: list[float]) -> list[dict[str, float]]:
 def test_entropy_collapse_needs_a_reward_that_does_not_rise() -> None:
     stuck = found(falling_entropy([0.4] * 40))
     assert list(stuck) == ["entropy_collapse"] and stuck["entropy_collapse"][0] == 20
-    assert found(falling_entropy([0.01 * step for step in range(80)])) == {}  # learns until the end
-    assert found(falling_entropy([0.95] * 40)) == {}  # solved
+    assert found(falling_entropy([0.01 * step for step in range(80)])) == {}  # the policy learns until the end
+    assert found(falling_entropy([0.95] * 40)) == {}  # the prompts are solved
     assert found([{"policy/entropy": 0.3, "reward/mean": 0.4}] * 100) == {}
 
 
@@ -128,7 +128,7 @@ def test_mismatch_must_rise_and_approach_the_limit() -> None:
         return [{"mismatch/logprob_abs_mean": scale * (1 + step / 10)} for step in range(60)]
 
     warnings = found(rising(0.015))  # bfloat16, with a limit of 0.15
-    assert list(warnings) == ["rising_mismatch"] and warnings["rising_mismatch"][0] in (39, 40)  # rounding
+    assert list(warnings) == ["rising_mismatch"] and warnings["rising_mismatch"][0] in (39, 40)  # depends on rounding
     assert found(rising(0.002)) == {}
     assert found([{"mismatch/logprob_abs_mean": 0.1}] * 60) == {}
     assert list(found(rising(0.015), "rollout.max_staleness=1")) == ["rising_mismatch"]

@@ -117,7 +117,7 @@ def test_console_fits_100_columns_and_has_no_control_characters():
 def test_console_shows_a_dash_for_missing_metrics():
     without = {name: value for name, value in STEP.items() if name not in ("policy/entropy", "time/step")}
     cells = console_lines((1, without))[1].split()
-    assert cells[1] == "–"  # the ETA needs the time of a step
+    assert cells[1] == "–"  # the ETA needs a previous step
     assert cells[5] == "–"
     assert cells.count("–") == 2
     assert console_lines((1, {}))[1].split() == ["1/14", *["–"] * 12]

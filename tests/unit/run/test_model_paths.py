@@ -56,7 +56,7 @@ def test_same_command_resumes_after_the_link_has_moved(before: Path, capsys) -> 
     for _ in range(2):
         assert begin(recipe("resume=auto"))[0] == str(before)
         assert message in capsys.readouterr().out
-    # Resume with the command that an early end prints, then with the original one after another run was created.
+    # Resume with the command printed at the early end, then with the original command after creating another run.
     assert begin(config(Path("runs"), f"model.path={before}", "resume=auto"))[0] == str(before)
     model(Path("runs/other/model"))
     Path("runs/latest").unlink()

@@ -170,7 +170,7 @@ def test_disk_needs_space_for_one_more_than_keep(root: Path, monkeypatch: pytest
     have_space(monkeypatch, 99)
     with pytest.raises(InfrastructureFailure, match=r"^checkpoint.keep=3: .* 1 more checkpoint needs 1 x 0.00"):
         start(config(root, "checkpoint.keep=3", "resume=auto"), PROMPTS)
-    # The oldest of the three, which a killed run did not remove, makes space.
+    # Removing the oldest of the three, which a killed run left behind, makes space.
     start(config(root, "checkpoint.keep=2", "resume=auto"), PROMPTS)
 
 

@@ -90,7 +90,7 @@ def test_requeue_after_the_time_limit_is_a_start() -> None:
         "finish": 4,
         "queue": 2 * 38,
         "startup/job": 4,
-        "unexplained": 2,  # between the record of the second attempt and the start of its driver
+        "unexplained": 2,  # from the second attempt's record to its driver's start
     }
 
 

@@ -9,10 +9,10 @@ import pytest
 from megarl.step.causes import Evidence, Verdict, describe, ranked
 
 APART = 0.5
-"""A difference above the limit."""
+"""A log-prob difference above the limit."""
 
 HELD = Evidence(limit=0.1, greedy=0.01, sampled=0.01, differing=(), num_regions=9, num_texts=4)
-"""An engine that agrees and whose weights were compared."""
+"""Evidence for an engine whose log-probs agree and whose weights were compared."""
 
 CASES = {
     "weights": dict(greedy=APART, sampled=APART, differing=("w[0:3] is 1, but 2",)),

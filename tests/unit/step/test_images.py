@@ -95,7 +95,7 @@ def test_denoising_steps_are_packed_separately():
     [batch] = dispatch(CONFIG, samples, packing(400))
     assert sorted((item.id, item.step) for item in batch.samples) == [(s.id, step) for s in samples for step in (0, 1)]
     assert sorted(map(len, batch.microbatches)) == [3, 3]
-    # The default aggregation: a mean over the steps of each image, then over the images.
+    # The default aggregation is a mean over the steps of each image, then over the images.
     assert {item.weight for item in batch.samples} == {1 / 3 / 2}
     halves = dispatch(CONFIG, samples, packing(400, num_ranks=2))
     assert [len(half.samples) for half in halves] == [3, 3]

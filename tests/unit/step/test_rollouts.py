@@ -100,7 +100,7 @@ def test_single_round_keeps_all_prompts(outcomes):
 
 def test_uninformative_prompts_are_replaced():
     asked, chosen, rollouts = run("+-++--", rounds=3)
-    assert asked == [["0", "1", "2"], ["3", "4"]]  # two thirds were informative: one more prompt needs 1.5
+    assert asked == [["0", "1", "2"], ["3", "4"]]  # two thirds were informative, so one more needs 1.5 prompts
     assert chosen == ["0", "2", "3"]
     assert [len(group) for group in rollouts.sampled] == [2] * 5
     metrics = values(rollouts.metrics)

@@ -155,7 +155,7 @@ def test_process_reaped_by_another_thread_has_ended(start):
     child = start("os._exit(0)")
     os.waitpid(child.pid, 0)
     assert child.has_ended
-    child._process.poll()  # so that the fixture does not signal a reused id
+    child._process.poll()  # reap it, so that the fixture does not signal a reused id
 
 
 def test_ended_process_keeps_its_id_until_it_is_killed(start):

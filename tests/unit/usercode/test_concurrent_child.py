@@ -74,7 +74,7 @@ def test_timeout_fails_one_request_and_keeps_the_process():
         with pytest.raises(ChildFailure) as caught:
             await child.request(SHORT_S, wait=True)
         assert caught.value.timed_out and not child.is_over
-        # The reply to the failed request arrives with this one.
+        # The late reply to the failed request arrives during this one.
         assert (await child.request(WAIT_S, number=7))["number"] == 7
 
     run(test)

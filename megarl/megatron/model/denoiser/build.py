@@ -45,7 +45,7 @@ def build_denoiser(
             parameter.requires_grad_(False)
     attach(chunks)
     if settings.recompute != "none" and chunks[0].pre_process:
-        # As in build_model, for the stacks of layers that start with an image or a caption.
+        # As in build_model, but for the stacks whose inputs are images or captions.
         for embedder in (chunks[0].image_embedder, chunks[0].caption_embedder):
             embedder.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
     return wrap(chunks, transformer, settings)
@@ -72,6 +72,6 @@ def build_chunks(transformer: TransformerConfig, config: Mapping[str, Any], vpp:
 def denoiser_config(settings: Placed, config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
     """Build the TransformerConfig, as `transformer_config` does for language models."""
     transformer = transformer_config(settings, config, dtype)
-    # With this flag, Megatron sums the gradients of the noise-level embedder over the pipeline stages.
-    transformer.has_cond_embedder = True  # pyright: ignore[reportAttributeAccessIssue]  # read, but not declared
+    # Make Megatron sum the gradients of the noise-level embedder over the pipeline stages.
+    transformer.has_cond_embedder = True  # pyright: ignore[reportAttributeAccessIssue]  # Megatron does not declare it
     return transformer

@@ -53,7 +53,7 @@ def _rotated(heads: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
 
 
 Scaling = Callable[[torch.Tensor], torch.Tensor]
-"""Scales tokens, [T/cp, 1, hidden]."""
+"""Function that scales tokens, [T/cp, 1, hidden]."""
 
 
 class SandwichLayer(TransformerLayer):

@@ -127,8 +127,8 @@ class Denoiser(MegatronModule):
             nn.Linear(hidden, self.shape.conditioning, dtype=dtype),
         )
         for parameter in embedder.parameters():
-            # In a separate bucket, the data-parallel ranks shard the gradient in the same way on every stage. The
-            # gradient norm counts only the first stage's copy.
+            # Use a separate bucket, so that data-parallel ranks shard the gradient in the same way on every stage.
+            # The gradient norm counts only the first stage's copy.
             parallel.mark(parameter, pipeline_parallel=True, shared_embedding=True, shared=not self.pre_process)
         return embedder
 

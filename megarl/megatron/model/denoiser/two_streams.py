@@ -45,9 +45,9 @@ class Modulation(ColumnParallelLinear):
 
     def __init__(self, config: TransformerConfig, conditioning: int, parts: int):
         whole = copy.copy(config)
-        whole.sequence_parallel = False  # the input is not split, so its gradient is summed over the ranks
+        whole.sequence_parallel = False  # every rank has the whole input, whose gradient is summed over the ranks
         size = parts * config.hidden_size
-        super().__init__(conditioning, size, config=whole, init_method=config.init_method, bias=True)  # pyright: ignore[reportArgumentType]  # set
+        super().__init__(conditioning, size, config=whole, init_method=config.init_method, bias=True)  # pyright: ignore[reportArgumentType]  # init_method is not None
         self.num_parts = parts
         # A rank applies the outputs only to its own tokens. Without sequence parallelism, these are all tokens.
         self.is_partial = config.sequence_parallel
@@ -80,7 +80,7 @@ class TwoStreamLayer(TransformerLayer):
         self.caption_mlp: Any = None
         if self.is_last:
             if shape.qk_norm:
-                # Captions are not updated, so their queries are not used.
+                # Freeze the norm of caption queries. This layer does not use them, because it does not update captions.
                 self.caption_attention.q_layernorm.requires_grad_(False)
         else:
             size, matrices = config.ffn_hidden_size, submodules_of(self.submodules_config.mlp)

@@ -26,7 +26,7 @@ class ZImage(Denoiser):
         self.shape: ZImageShape = shape
         hidden, dtype = shape.hidden, config.params_dtype
         self.time_embedder = self._embedder(TIME_CHANNELS, shape.time_hidden)
-        self._mark(self.time_embedder)  # the modulations apply it to a rank's own tokens
+        self._mark(self.time_embedder)  # each rank applies the modulations only to its own tokens
         if self.pre_process:
             self.image_embedder = nn.Linear(shape.patch_dim, hidden, dtype=dtype)
             self.caption_norm = nn.RMSNorm(shape.caption, eps=config.layernorm_epsilon, dtype=dtype)
@@ -46,7 +46,7 @@ class ZImage(Denoiser):
         return ZImageInput.of(documents, self.shape, self.config.sequence_parallel)
 
     def forward(self, item: ZImageInput) -> torch.Tensor:
-        # The model's own time is 1 for an image.
+        # In Z-Image, time is 1 for an image and 0 for noise.
         conditioning = self._embed_times((1 - item.sigmas) * self.shape.time_scale)
         hidden = self._embed_tokens(item, conditioning) if self.pre_process else None
         hidden = self._run(self.decoder, hidden, item.joint, conditioning)
@@ -56,7 +56,7 @@ class ZImage(Denoiser):
         normalized = F.layer_norm(hidden, (self.shape.hidden,), eps=FINAL_EPSILON)
         scaled = modulate(normalized, item.joint.document_numbers, scale)[:, 0]
         output = self._gather(self.output_layer(scaled), is_replicated=True)
-        return -item.image_rows(output).float()  # the model was trained to predict the opposite direction
+        return -item.image_rows(output).float()  # Z-Image predicts −v
 
     def _embed_tokens(self, item: ZImageInput, conditioning: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of this rank's tokens in the joint stream, [T/cp, 1, hidden]."""

@@ -38,14 +38,14 @@ def advantages(rewards: list[float], lengths: list[int] | None = None, **options
         (dict(estimator="reinforce_plus_plus_baseline"), [0.5, -0.5, -0.5, 0.5]),
         (dict(estimator="gpg"), [0.5, -0.5, -0.5, 0.5]),
         (dict(estimator="rloo"), [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
-        # The others contain 1 winner in 3 (for a winner) or 2 in 3 (for a loser): squared deviations sum to 2/3.
+        # Among a sample's 3 peers, 1 (for a winner) or 2 (for a loser) are winners: squared deviations sum to 2/3.
         (
             dict(estimator="rloo", std="sample", std_epsilon=0.0),
             [2 / 3 * 3**0.5, *[-2 / 3 * 3**0.5] * 2, 2 / 3 * 3**0.5],
         ),
         (dict(estimator="rloo", std="population", std_epsilon=0.0), [2**0.5, -(2**0.5), -(2**0.5), 2**0.5]),
         (dict(estimator="opo"), [5 / 8, -3 / 8, -3 / 8, 5 / 8]),
-        # Best of 2: 5 of 6 pairs win. All pairs with a given winner win; 2 of 3 pairs with a given loser do.
+        # Best of 2: 5 of 6 pairs contain a winner. So do all pairs with a given winner, and 2 of 3 with a given loser.
         (dict(estimator="pass_at_k", k=2, std="none"), [1 / 6, -1 / 6, -1 / 6, 1 / 6]),
         (dict(estimator="pass_at_k", k=2, std_epsilon=0.0), [x / 5**0.5 for x in (1, -1, -1, 1)]),
         # Each winner is in 2 of the 6 pairs that lose without it.

@@ -10,7 +10,7 @@ from megarl.algorithms.sample_segments import SampleSegments
 
 LENGTHS = (3, 1, 5, 2)
 SPLIT = torch.tensor([True, False, True, True, False, True, False, False, True, True, False])
-"""The rows of the first of two ranks."""
+"""Mask of the rows that the first of two ranks holds."""
 
 
 def gspo(log_ratio, advantage, clip_low, clip_high):
@@ -105,7 +105,7 @@ def test_gradient_is_the_same_if_rows_are_split_over_ranks(name, options):
     [gradient] = torch.autograd.grad(loss, now)
     parts = (SPLIT, ~SPLIT)
     for rows in parts:
-        contributions = []  # of the other rank, in the order of its calls
+        contributions = []  # contributions of the other rank, in the order of its calls
 
         def record(values, contributions=contributions):
             contributions.append(values)

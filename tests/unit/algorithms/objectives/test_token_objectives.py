@@ -15,7 +15,7 @@ from megarl.algorithms.sample_segments import SampleSegments
 POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective and "tokens" in spec.actions]
 TOKEN_OBJECTIVES = [name for name in POLICY_OBJECTIVES if not OBJECTIVES[name].inputs]
 WITH_DERIVATIVE = ("clip", "unclipped", "kl_penalty", "sapo")
-"""Objectives whose gradient is the derivative of their value (almost everywhere)."""
+"""Objectives whose gradient is the derivative of their value, except at kinks."""
 LOG_PROBS = st.floats(-6, -0.05)
 ADVANTAGES = st.floats(-3, 3)
 
@@ -35,7 +35,7 @@ def evaluate(name: str, ratio: float, advantage: float, old: float = -1.0, **opt
     [
         ({}, 1.0, 2.0, -2.0, -2.0, False, False),
         ({}, 1.5, 2.0, -2.4, 0.0, False, True),  # clipped to 1.2
-        ({}, 0.5, 2.0, -1.0, -1.0, False, False),  # moving back is never clipped
+        ({}, 0.5, 2.0, -1.0, -1.0, False, False),  # moving back toward 1 is never clipped
         ({}, 0.5, -2.0, 1.6, 0.0, True, False),  # clipped to 0.8
         ({}, 1.5, -2.0, 3.0, 3.0, False, False),
         ({"clip_high": 0.28}, 1.25, 1.0, -1.25, -1.25, False, False),

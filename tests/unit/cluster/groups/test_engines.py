@@ -45,7 +45,7 @@ class FakeActor:
     """Objects put into Ray's object store."""
     asleep: list[str]
     sampled: dict[str, tuple[float, int]]
-    """Seconds and steps of each engine."""
+    """Engine -> seconds and number of steps that it has sampled."""
     is_up: bool
     """Whether restarted engines have started."""
     start_fails: bool

@@ -166,7 +166,7 @@ def test_abort_stops_turns_and_closes_environments(drive, grandchildren) -> None
         lines = [line for line in run.lines if line.startswith("slow")]
         assert lines == ["slow step begins", "slow step ends", "slow closed"]
         assert [sample.id for [sample] in await other] == ["2.0.0"] and set(run.heard) == {"1.0.0", "2.0.0"}
-        # The environment logs "closed" before the actor is notified.
+        # Wait, because the environment logs "closed" before the actor is notified.
         await run.until(lambda: not run.actor._closing)
         assert not grandchildren() and [host.num_rollouts for host in run.pool._hosts] == [0]
         assert not run.actor._running

@@ -76,7 +76,7 @@ def test_set_uses_its_functions_and_reports_failures(worker, tmp_path: Path) -> 
     samples, file = [sample("own.0.0", "bbb"), sample("own.0.1", "odd"), sample("own.0.2", "a")], tmp_path / "own.jsonl"
 
     async def evaluate_twice() -> list:
-        await worker.evaluate(samples, "own", 3, file)  # as in a run that was killed afterwards
+        await worker.evaluate(samples, "own", 3, file)  # a run that is killed after this call evaluates again
         return await worker.evaluate(samples, "own", 3, file)
 
     scores = asyncio.run(evaluate_twice())

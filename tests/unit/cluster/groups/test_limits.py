@@ -134,7 +134,7 @@ CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
     "actor restore state": ("checkpoint", lambda groups, _: groups.actor.restore_state(1, ())),
     "actor export": ("checkpoint", lambda groups, folder: groups.actor._export.on_first(None, None, folder)),
 }
-"""Phase -> its timeout key and the function that starts it."""
+"""Phase -> key of its timeout, and function that starts it."""
 
 
 def connect(refit: Refit) -> None:

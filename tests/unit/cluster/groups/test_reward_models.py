@@ -32,7 +32,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.num_deaths: dict[str, int] = {}
-        """Number of scoring calls in which each engine still dies."""
+        """Engine -> number of its next scoring calls in which it dies."""
         self.scored: list[tuple[str, list[str]]] = []
         """The engine and the samples of each call that returned scores."""
         self.launched: list[str] = []

@@ -19,7 +19,7 @@ def test_counts_match_the_real_model_in_random_layouts(case):
     """Covers uneven and virtual pipeline stages, and distributed and sharded experts. The counts of a stage apply to
     all its ranks."""
     config, layout, _ = case
-    # Megatron's rotary embedding requires an even number of channels.
+    # Use even sizes, because Megatron's rotary embedding requires an even number of channels.
     even = {name: 2 * config[name] for name in ("hidden_size", "head_dim", "qk_rope_head_dim") if name in config}
     config = config | even | {"num_experts_per_tok": 2, "rms_norm_eps": 1e-6}
     if config["model_type"] not in ("mixtral", "qwen3_moe", *BIASED_ROUTERS):

@@ -50,7 +50,7 @@ def test_state_of_a_known_model_has_its_size():
 
 def test_dp_shards_the_optimizer_and_tp_shards_all_state():
     whole, quarter = (rank_memory(QWEN_1_5B, layout(**sizes), 0, 2, 0, 0, 1) for sizes in ({}, {"dp": 2, "tp": 2}))
-    assert quarter.optimizer == pytest.approx(whole.optimizer / 4, rel=1e-3)  # norms are on every rank
+    assert quarter.optimizer == pytest.approx(whole.optimizer / 4, rel=1e-3)  # norms are on all ranks
     assert quarter.weights == pytest.approx(whole.weights / 2, rel=1e-3)
 
 
@@ -79,7 +79,7 @@ def test_layers_in_flight(pp, vpp, stage, num_microbatches, in_flight):
 def test_expert_parallel_ranks_hold_all_state_once():
     ranks = layout(dp=8, ep=8)
     memory = [rank_memory(MIXTRAL_8X7B, ranks, rank, 2, 0, 0, 1) for rank in range(8)]
-    assert sum(rank.optimizer for rank in memory) == pytest.approx(12 * 46_702_792_704, rel=1e-6)  # from its model card
+    assert sum(rank.optimizer for rank in memory) == pytest.approx(12 * 46_702_792_704, rel=1e-6)  # model card
     experts = 32 * 8 * 3 * 4096 * 14336  # layers, experts, matrices
     assert memory[0].weights == 2 * (46_702_792_704 - experts * 7 // 8)
 

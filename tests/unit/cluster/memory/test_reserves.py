@@ -49,7 +49,7 @@ def nccl(model: str = DENSE, gpus_per_node: int = 8, **sizes: int) -> float:
 
 
 RING, RING_OVER_NODES, NETWORK = 24 * 12, 16 * 12, 128
-"""MiB of a communicator's rings within a node and across nodes, and of the message buffers for other nodes."""
+"""Size in MiB of a communicator's rings within a node and across nodes, and of message buffers for other nodes."""
 
 
 def test_communicator_memory_depends_on_ranks_and_nodes():

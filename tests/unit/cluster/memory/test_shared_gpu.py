@@ -73,8 +73,8 @@ def test_ranks_of_several_models_add_up_on_a_gpu():
     )
     offload = "critic.offload=[parameters, optimizer]"
     first, second = (fullest(*settings, offload, gpu=gpu, critic=True).parts for gpu in range(2))
-    # The fullest phase saves the critic with its weights reloaded. Its optimizer state is loaded one parameter at a
-    # time.
+    # In the fullest phase, the critic is saved: its weights are loaded, and its optimizer state is loaded one parameter
+    # at a time.
     own = 2 * PARAMETERS + 4 * PARAMETERS + 6 * PARAMETERS  # the optimizer is sharded over two ranks
     assert first["actor: weights, gradients, optimizer"] == own
     assert first["critic: weights, gradients"] == 2 * PARAMETERS + 4 * PARAMETERS

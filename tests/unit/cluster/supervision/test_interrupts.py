@@ -101,7 +101,7 @@ def test_signal_repeated_at_once_counts_once() -> None:
 def test_signal_inside_the_handler_counts_once(monkeypatch, capfd) -> None:
     """Reading the clock triggers a second signal. Only the handler's clock is replaced, not that of other threads."""
     told, clock = Interrupts(), SimpleNamespace(monotonic=time.monotonic)
-    # Set these directly: `told` must not install its handlers, because pytest's timeout uses the same timer.
+    # Do not call `listen`, whose handlers would use the same timer as pytest's timeout.
     told._driver, told._parent = os.getpid(), os.getppid()
     monkeypatch.setattr(signal, "setitimer", lambda *_: None)
 

@@ -16,7 +16,7 @@ from megarl.cluster.supervision.scratch import make_scratch, ray_folder, sweep
 
 OTHER_USER = 65534
 IS_ROOT = os.geteuid() == 0
-"""Only root can give files to other users. Without root, this process pretends to be another user."""
+"""Whether this process is root, which can give files to other users. Otherwise, it pretends to be another user."""
 
 
 @pytest.fixture(autouse=True)

@@ -105,7 +105,7 @@ def program(
         text=True,
         start_new_session=True,
     ) as process:
-        # The program may first note a folder of another run that is being removed meanwhile.
+        # Skip notes about folders of other runs that are being removed at the same time.
         lines = iter(process.stdout.readline, "")
         child, helper, scratch = next(line for line in lines if not line.startswith("megarl: note:")).split()
         try:

@@ -54,7 +54,7 @@ def test_every_house_can_be_won_from_its_descriptions(walls):
     for seed in range(30):
         player = begun(seed, width=4, height=3, walls=walls)
         player.explore()
-        if not player.is_done:  # it found the chest before the key
+        if not player.is_done:  # explore again if it found the chest before the key
             player.explore()
         assert player.is_done
         assert sum(player.rewards) == pytest.approx(1.0)

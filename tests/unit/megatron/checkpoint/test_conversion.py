@@ -296,7 +296,7 @@ def test_each_rank_has_a_file_with_its_shard(tmp_path):
     for index, info in metadata.storage_data.items():
         if index.fqn.endswith("linear_qkv.weight"):
             places.setdefault(info.relative_path, set()).add((index.fqn, index.offset[0]))
-    rows = (6 + 3 + 3) * 2 // 3  # queries, keys and values of one of three ranks
+    rows = (6 + 3 + 3) * 2 // 3  # rows of queries, keys and values on one of three ranks
     key = "decoder.layers.{}.self_attention.linear_qkv.weight"
     assert places == {f"__{rank}_0.distcp": {(key.format(rank // 3), rank % 3 * rows)} for rank in range(6)}
 

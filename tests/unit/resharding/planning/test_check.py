@@ -18,7 +18,7 @@ from tests.unit.resharding.cases import config_of, layout_of
 
 CONFIG = config_of(num_attention_heads=4, num_key_value_heads=4, intermediate_size=16, vocab_size=37)
 SOURCES = megatron_holders(CONFIG, layout_of(tp=4))
-# Two engines of two workers on another node: each byte enters the node once and is forwarded there.
+# Two engines with two workers each are on another node, which each byte enters once and in which it is forwarded.
 DESTINATIONS = [replace(holder, node=1) for holder in vllm_holders(CONFIG, 2, 2)]
 PLAN = make_plan(SOURCES, DESTINATIONS)
 MOVES = [(i, j) for i, bucket in enumerate(PLAN.buckets) for j in range(len(bucket.moves))]

@@ -26,8 +26,8 @@ def test_figures_of_a_small_plan():
     assert result.bytes_by_link == {"inter": 100, "intra": 200, "local": 0}
     assert result.written_once
     assert result.source_balance == pytest.approx(60 / 50)
-    assert result.floor_seconds == pytest.approx(6)  # 60 bytes out of s0
-    assert result.predicted_seconds == pytest.approx(6 + 2 * 60 / 100)  # the receiver then forwards them twice
+    assert result.floor_seconds == pytest.approx(6)  # s0 sends 60 bytes
+    assert result.predicted_seconds == pytest.approx(6 + 2 * 60 / 100)  # the receiver then forwards 60 bytes twice
     assert result.peak_staging_bytes == 60
     # d0 and d1 each receive one bucket from a source, forward it to two others, and receive the other bucket from them.
     assert result.neighbors == 3
@@ -59,7 +59,7 @@ def test_operations_count_large_moves_separately():
     # d0 needs 128 MiB for other nodes, and 12 MiB per channel for d1.
     assert (result.communicators, result.communicator_bytes) == (2, (128 + 32 * 12) * 2**20)
     delayed = figures(plan, sources, destinations, replace(SPEEDS, latency=1000.0))
-    # Latencies of receiving, of forwarding, and of d1's forwarding, which cannot overlap.
+    # The latencies of receiving, of forwarding, and of receiving from d1 do not overlap.
     assert delayed.predicted_seconds - result.predicted_seconds == pytest.approx(3 * 1000)
     assert delayed.floor_seconds == result.floor_seconds
 

@@ -70,7 +70,7 @@ def test_captions_match_diffusers_pipeline(folder, pipeline):
 
 def test_long_captions_are_truncated_to_the_positions(folder):
     [caption] = load(folder).encoder.encode(["word " * 100]).values()
-    assert len(caption.tokens) == 96  # positions 1 to 96, one for the image, and 128 positions in total
+    assert len(caption.tokens) == 96  # positions 1 to 96, since the image needs one of the 128
 
 
 def test_captions_are_cached_up_to_a_limit(folder, monkeypatch):
@@ -82,7 +82,7 @@ def test_captions_are_cached_up_to_a_limit(folder, monkeypatch):
     assert encoded == ["a", "b"]
     assert model.encoder.encode(["b", "a"])["a"] is first["a"] and encoded == ["a", "b"]
     model.encoder._cache_bytes = sum(caption.tokens.nbytes for caption in first.values())
-    assert model.encoder.encode(["c"]).keys() == {"c"}  # replaces b, which was used less recently than a
+    assert model.encoder.encode(["c"]).keys() == {"c"}  # evicts b, which was used less recently than a
     model.encoder.encode(["a", "b"])
     assert encoded == ["a", "b", "c", "b"]
     assert CACHE_BYTES >= 2**20

@@ -24,7 +24,7 @@ from tests.tiny_image_model import SHIFT
 
 ODE = Denoising(height=16, width=24, num_steps=5, shift=SHIFT)
 WINDOW = replace(ODE, guidance=2.5, sde_steps=range(1, 3))
-TEXTS = ("a red cat", "A blue dog on a very long sofa under a tree")  # the second caption has more tokens after padding
+TEXTS = ("a red cat", "A blue dog on a very long sofa under a tree")  # of different lengths, even after padding
 
 
 def requests_for(denoising: Denoising, count: int = 4) -> list[ImageRequest]:
@@ -51,7 +51,7 @@ def test_ode_samples_match_diffusers_pipeline(engine, pipeline, name, guidance):
     ]
     for request, sample in zip(requests, generate(engine, requests), strict=True):
         start = standard_normal(request.seed, request.sample_id, "start", (4, 8, 12))
-        # diffusers' guidance scale for Z-Image is ours minus 1. The tiny model has fewer positions than the default.
+        # For Z-Image, diffusers' guidance scale is megarl's minus 1. The tiny model has fewer positions than usual.
         options = dict(guidance_scale=guidance - 1, max_sequence_length=96)
         options = options if name == "Z-Image" else dict(guidance_scale=guidance)
         common = dict(prompt=request.prompt.text, height=16, width=24, num_inference_steps=5, **options)
@@ -187,7 +187,7 @@ def test_window_steps_use_the_sde_and_others_the_ode(engine):
     assert np.isfinite(sample.logprobs).all()
     finals = {item.final.tobytes() for item in (sample, full, ode)}
     assert len(finals) == 3
-    # Before the window, the trajectory is the ODE's; its first step starts from the same noise.
+    # Before the window, the trajectory follows the ODE from the same initial noise.
     start = standard_normal(5, "7.0.0", "start", (4, 8, 12))
     assert torch.equal(torch.tensor(full.latents[0]), start)
     assert not torch.equal(torch.tensor(sample.latents[0]), start)

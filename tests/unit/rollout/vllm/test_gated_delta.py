@@ -39,7 +39,7 @@ def test_states_follow_the_kept_draft_tokens(monkeypatch: pytest.MonkeyPatch, is
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    # Slots have contents of earlier requests.
+    # Fill the slots with random values, as if earlier requests had used them.
     inputs_cache = random(9, WIDTH - 1 + DRAFTS, CHANNELS)
     layer = SimpleNamespace(
         prefix="layer",

@@ -45,7 +45,7 @@ from tests.tiny_model import write_tiny_experts, write_tiny_llama
 INSTALLED = Path(importlib.util.find_spec("vllm").origin).parent
 RELEASES = re.findall(r"^vllm==(\S+)", GPU_SOURCES_LOCK.read_text(), re.MULTILINE)
 RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")
-"""vLLM chooses one of these depending on the model and the configuration."""
+"""Files with vLLM's two model runners. Which one it uses depends on the model and the configuration."""
 
 CALLS = {
     ("entrypoints/llm.py", "LLM", "collective_rpc"): ["method", "args"],
@@ -219,7 +219,7 @@ def test_workers_sleep_by_level_and_wake_by_tag(vllm: Path) -> None:
         if ast.unparse(call.func).endswith("_maybe_get_memory_pool_context") and call.keywords
     }
     assert {"weights", "kv_cache"} <= pools  # VllmEngine wakes these tags separately
-    # Other tags would never be woken.
+    # If there were other tags, their memory would never be woken.
     assert strings(vllm / "v1/executor/abstract.py", "SLEEP_TAGS") == {"weights", "kv_cache"}
 
 

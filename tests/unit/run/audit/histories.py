@@ -25,7 +25,7 @@ from megarl.step.state import RunState
 from tests.unit.step.test_queue import DATA, PER_STEP, STEPS, Clocked, Killed, Saves, config_of, queue_of
 
 NUM_ROWS, ROUNDS = 7, 2
-"""With 3 prompts per step, an epoch ends within a step."""
+"""Number of rows and of sampling rounds. With 3 prompts per step, an epoch ends within a step."""
 
 WEIGHTS = {"sample": {"regions": "r"}, "all": {"regions": "a"}}
 

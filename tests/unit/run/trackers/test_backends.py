@@ -31,7 +31,7 @@ def facts(data):
     image = Image.open(io.BytesIO(data))
     return [*image.size, image.getpixel((0, 0))[0]]
 """
-"""Reads the width, height and red value of an image."""
+"""Program that reads the width, the height and the red value of an image."""
 
 READERS = {
     "tensorboard": """

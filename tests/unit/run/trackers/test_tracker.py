@@ -48,7 +48,7 @@ def init(**options):
     {init}
     return Run()
 """
-"""A fake wandb module. Each function first runs code that a test provides."""
+"""Source of a fake wandb module. Each of its functions first runs code that a test provides."""
 
 
 @pytest.fixture
