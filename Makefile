@@ -75,7 +75,7 @@ test: lint
 	@$(MAKE) --no-print-directory --jobs=2 test-runs ranks-then-units
 
 # Run the unit tests last and on all cores, because the end-to-end tests finish before them. Some unit tests only wait
-# for a timeout, so there is one more process than cores.
+# for a timeout, so there are two more processes than cores.
 ranks-then-units: test-ranks
 	@$(MAKE) --no-print-directory test-units
 
@@ -91,7 +91,7 @@ test-ranks: $(DONE) $(ENGINE_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 test-units: $(DONE) $(ENGINE_DONE) $(SOURCES_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
-	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=3 $(BY_FILE) $(SLOWEST) | sed --unbuffered 's/^/units | /'
+	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=4 $(BY_FILE) $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
 test-fast: $(DONE) $(ENGINE_DONE) $(SOURCES_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 $(BY_FILE) $(SLOWEST)

@@ -179,6 +179,7 @@ def ahead(recipe, tmp_path_factory) -> Path:
     return run.folder
 
 
+@pytest.mark.exhaustive
 def test_images_sampled_ahead_are_trained(ahead):
     """Ratios are relative to the engine's log-probs, and each denoising step records its weight version."""
     lines = [line for line in metrics(ahead) if line["step"] > 0]

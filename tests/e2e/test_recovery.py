@@ -104,6 +104,7 @@ def spares(run: Run, *generations: int) -> list[int]:
     return [run.named(f"spare-trainer-{rank}").pid for rank in range(len(generations))]
 
 
+@pytest.mark.exhaustive
 def test_spares_become_the_ranks(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """The run is held while spares start. One of the second spares dies, and is replaced."""
     hold = recipe.with_name("hold")
