@@ -102,7 +102,7 @@ def call_stack(store: Any, rank: int, config: Config, folder: Path) -> list[str]
 def listed_in_readme() -> list[str]:
     """Return the functions that the README lists from `step` to the objective."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    [lines] = re.findall(r"From `step` to the scalar loss.*?\n\n((?:\d+\. .*\n(?:   .*\n)*)+)", text)
+    [lines] = re.findall(r"lead from `step` to the scalar loss.*?\n\n((?:\d+\. .*\n(?:   .*\n)*)+)", text)
     return re.findall(r"^\d+\. `([\w.]+)`", lines, re.MULTILINE)
 
 
