@@ -17,4 +17,4 @@ def test_benchmark_table_shows_the_measured_rates(provider, tmp_path, monkeypatc
     assert [run["programs"] for run in runs.values()] == [10, 10, 10]
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     table = figures.render("figures", "sandbox")
-    assert all(f"| {name} | {run['per_second']:.1f} (target 20)" in table for name, run in runs.items())
+    assert all(f"| {name} | {run['per_second']:.1f} |" in table for name, run in runs.items())
