@@ -37,8 +37,8 @@ LIGHT_CPU_S = 3
 other processes share. Importing torch would take more."""
 
 SCAN_CPU_S = 2
-"""CPU seconds allowed for searching a megabyte of text. A linear search takes a fraction of them, a quadratic one
-minutes."""
+"""CPU seconds allowed for searching a megabyte of text. A linear search takes a fraction of this, and a quadratic one
+takes minutes."""
 
 RANKS_S = 480
 """Timeout for the forked ranks of a test."""

@@ -344,7 +344,7 @@ class PolicyObjective(ObjectiveSpec):
 class VelocityObjective(ObjectiveSpec):
     """An objective of image models that learns from advantages, without log-probs. `loss` maps the policy's and the old
     policy's velocities, sampled latents x0, latents x and their σ (v, old_v, x0, x [N, …], sigma [N]) and the advantage
-    [N] to [N]."""
+    [N] to the loss per step [N]."""
 
     loss: Callable[..., torch.Tensor]
 

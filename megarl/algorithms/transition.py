@@ -154,7 +154,7 @@ def per_sample(values: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
     """Cast values [B] to the latents' dtype and reshape them to [B, 1, …], so that they broadcast over latents [B, …].
     Raise a ValueError for any other shape."""
     if values.shape != latents.shape[:1]:
-        raise ValueError(f"values must have the same shape [B] as {len(latents)} samples, got {tuple(values.shape)}")
+        raise ValueError(f"values must have shape ({len(latents)},), one value per sample; got {tuple(values.shape)}")
     return values.to(latents.dtype).view(-1, *[1] * (latents.dim() - 1))
 
 

@@ -30,7 +30,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process in the run. An engine that spans several nodes has one process per node, which are its parts.
+    """One process in the run. An engine that spans several nodes consists of parts: one process on each node.
 
     Attributes:
         threads: number of CPU threads for the process's operators. For rewards and environments, the number of

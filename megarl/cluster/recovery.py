@@ -91,8 +91,8 @@ class Recovery:
         return self._fits
 
     def keepers(self, group: TrainerGroup) -> Sequence[int]:
-        """Return the rank that keeps a copy of each rank's state on another node; empty if no spare node could use the
-        copies, or if they do not fit."""
+        """Return the rank that keeps a copy of each rank's state on another node. The list is empty if no spare
+        node could use the copies, or if they do not fit."""
         return keepers(group.nodes) if self._kept_copies_fit and self._session.members.spare_nodes() else ()
 
     def _has_room(self, keepers_of: Callable[[TrainerGroup], Sequence[int]], consequence: str) -> bool:
@@ -132,7 +132,7 @@ class Recovery:
         print(f"recovery: no copies on other nodes, so the loss of a node ends the attempt. {problem}", flush=True)
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Return the number and duration of replacements since the last call; empty if there were none."""
+        """Return metrics of the replacements since the last call, or an empty dict if there were none."""
         if not self._num_unreported:
             return {}
         metrics = {"recovery/replacements": Metric(self._num_unreported), "time/recovery": Metric(self._seconds)}

@@ -90,7 +90,7 @@ class DraftCounts:
 
     def metrics(self, fraction: str, length: str) -> dict[str, float]:
         """Return the accepted fraction of the draft tokens and the mean number of tokens that a pass added to the
-        response, under these names; empty if no draft token was verified."""
+        response, under these names, or an empty dict if no draft token was verified."""
         if not self.num_passes:
             return {}
         return {fraction: self.num_accepted / self.num_drafted, length: 1 + self.num_accepted / self.num_passes}

@@ -18,8 +18,8 @@ class OneStop(Exception):
 
 
 class UserError(OneStop, ValueError):
-    """An error that the user can fix in the recipe, the data or on the machine; the message explains how. Every other
-    exception, including other ValueErrors, is a failure and is reported with its process, log and stack."""
+    """An error that the user can fix in the recipe, in the data, or on the machine; the message explains how. Every
+    other exception, including other ValueErrors, is a failure and is reported with its process, log and stack."""
 
     exit_code = 2
 

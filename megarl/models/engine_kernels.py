@@ -41,13 +41,13 @@ def check_cpu_kernels(folder: Path, hf_config: dict[str, Any]) -> None:
         )
     if shape.experts is not None and shape.experts.is_interleaved and shape.experts.intermediate % EXPERTS_MULTIPLE:
         raise UserError(
-            f"{folder}: intermediate_size={shape.experts.intermediate} is not a multiple of {EXPERTS_MULTIPLE}, which "
-            f"vLLM's CPU kernels for experts with alternating gate and up rows require. Fix: {REMEDY}"
+            f"{folder}: intermediate_size={shape.experts.intermediate}, but vLLM's CPU MoE kernels require a multiple "
+            f"of {EXPERTS_MULTIPLE} if gate and up rows alternate. Fix: {REMEDY}"
         )
     if experts(completed(hf_config)) is not None and shape.hidden % EXPERTS_MULTIPLE:
         raise UserError(
-            f"{folder}: hidden_size={shape.hidden} is not a multiple of {EXPERTS_MULTIPLE}, which vLLM's CPU kernels "
-            f"for experts require. Fix: {REMEDY}"
+            f"{folder}: hidden_size={shape.hidden}, but vLLM's CPU MoE kernels require a multiple of "
+            f"{EXPERTS_MULTIPLE}. Fix: {REMEDY}"
         )
 
 

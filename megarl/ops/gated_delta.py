@@ -136,7 +136,7 @@ class _Chunks:
         return torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
 
     def cut(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the chunks of [T, heads, …], as [chunks, heads, CHUNK, …]."""
+        """Split `rows`, [T, heads, …], into zero-padded chunks, [chunks, heads, CHUNK, …]."""
         padded = rows.new_zeros(CHUNK * sum(self.counts), *rows.shape[1:]).index_copy(0, self.places, rows)
         return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
 

@@ -164,7 +164,7 @@ def _bucket(
 
 
 def _padded(rows: list[NDArray[Any]], fill: bool | None = None) -> NDArray[Any]:
-    """Stack the rows into [D, longest]. Shorter rows are padded with `fill`, by default their last element."""
+    """Stack the rows into an array, [D, longest]. Shorter rows are padded with `fill`, or else with their last item."""
     stacked = np.empty((len(rows), max(map(len, rows))), rows[0].dtype)
     for target, row in zip(stacked, rows, strict=True):
         target[: len(row)], target[len(row) :] = row, row[-1] if fill is None else fill

@@ -137,6 +137,11 @@ def _may_fit(model: ModelParameters, tp: int, pp: int, expert_ranks: int, memory
     return 6 * (dense / tp + experts / expert_ranks) / pp < memory_bytes
 
 
+def stage_counts(num_layers: int, num_gpus: int) -> list[int]:
+    """Return the numbers of pipeline stages into which the layers can be split on `num_gpus` GPUs."""
+    return [pp for pp in divisors(num_gpus) if pp <= MAX_STAGES and _stages(num_layers, pp) is not None]
+
+
 def _stages(num_layers: int, pp: int) -> int | None:
     """Return the number of layers in the last pipeline stage. Return 0 if the layers can be split evenly, and None if
     the earlier stages leave no layers for the last one."""

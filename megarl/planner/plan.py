@@ -10,6 +10,7 @@ from typing import Any
 from megarl.cluster.memory.parameters import Models
 from megarl.cluster.memory.reserves import max_sequences
 from megarl.config.device_spans import num_devices
+from megarl.config.divisors import listed
 from megarl.config.model_schema import Role
 from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
@@ -20,15 +21,18 @@ from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_critic_model
 from megarl.models.trained_model import trained_hf_config
 from megarl.planner.hardware import GIB, Cluster
-from megarl.planner.layouts import broken_rules
+from megarl.planner.layouts import broken_rules, stage_counts
 from megarl.planner.rollout_time import engine_step_seconds, recompute_seconds
-from megarl.planner.search import SearchResult, search
+from megarl.planner.search import SearchResult, search, trainer_gpus
 from megarl.planner.simulation import Simulated, Speeds, log_normal_lengths, recorded_lengths, simulate
 from megarl.planner.step_plan import StepPlan, plan_step
 from megarl.planner.workload import ImageWorkload, TextWorkload, Workload, workload_of
 
 AHEAD = (0, 1, 2, 4)
 """Values of rollout.max_staleness to simulate."""
+
+MORE_GPUS = (2, 4)
+"""Multiples of the given number of GPUs that are tried if no layout fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,8 @@ def plan_recipe(
         )
     result = search(config, actor, models, workload, cluster)
     if not result.plans:
-        remedy = _remedy(config, actor, models, workload, cluster)
-        raise UserError(f"{_nothing_fits(result, models, cluster)}{remedy}")
+        larger = _sufficient_gpus(config, actor, models, workload, cluster)
+        raise UserError(_nothing_fits(config, result, models, cluster, larger))
     return Planned(result.plans[0], result, count)
 
 
@@ -220,29 +224,58 @@ def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, 
         raise UserError(f"{key}={path}: {reason}. Fix: use a folder that contains its config.json") from None
 
 
-def _nothing_fits(result: SearchResult, models: Models, cluster: Cluster) -> str:
-    """Return the error message for a search that found no plan. The message describes why the nearest layout does not
-    fit, or the minimum memory if no valid layout exists."""
+def _nothing_fits(config: Config, result: SearchResult, models: Models, cluster: Cluster, larger: int | None) -> str:
+    """Return the error message for a search that found no plan. It describes why the nearest layout does not fit or, if
+    no valid layout exists, what makes layouts invalid. larger: number of GPUs on which a layout fits, if known."""
+    remedy = f"use --gpus {larger}x{cluster.name}"
+    if larger is None:
+        remedy = f"use more than {MORE_GPUS[-1] * cluster.num_gpus} GPUs, or GPUs with more memory"
     if result.nearest is not None:
         layout = result.nearest.config.actor.layout
         sizes = ", ".join(f"{name}={size}" for name, size in describe_layout(layout.model_dump()).items())
-        return f"none of the {result.tried} valid layouts fits. The closest is {sizes}: {result.nearest.problem}, or "
-    count = models.actor.count
-    per_gpu = 6 * count / cluster.num_gpus / GIB
-    return (
-        f"--gpus {cluster.num_gpus}x{cluster.name}: no valid layout fits. Evenly divided, weights and gradients alone "
-        f"need {count:,} parameters x (2 + 4) bytes / {cluster.num_gpus} GPUs = {per_gpu:.1f} GiB, but each GPU has "
-        f"{cluster.gpu.memory_gib:g} GiB. Fix: "
+        return (
+            f"none of the {result.tried} valid layouts fits. The closest is {sizes}: {result.nearest.problem}, or "
+            f"{remedy}"
+        )
+    given, num_gpus = f"--gpus {cluster.num_gpus}x{cluster.name}", max(trainer_gpus(config, cluster), default=0)
+    if num_gpus == 0 or result.tried:
+        roles = [placed.section for placed in config.all_placed] + ([] if config.is_offline else ["engines"])
+        return (
+            f"{given}: too few GPUs for cluster.placement={config.cluster.placement}, which separates "
+            f"{', '.join(roles)}. Fix: {remedy}"
+        )
+    needed = 6 * models.actor.count
+    memory = (
+        f"Weights and gradients of the actor need {models.actor.count:,} parameters x (2 + 4) bytes = "
+        f"{needed / GIB:.1f} GiB, and a plan may use {cluster.describe_memory()} of each GPU."
     )
+    if needed > num_gpus * cluster.memory_bytes:
+        return (
+            f"{given}: no layout fits. {memory} Even if they are divided evenly over {num_gpus} GPUs, each GPU would "
+            f"hold {needed / num_gpus / GIB:.1f} GiB. Fix: {remedy}"
+        )
+    num_layers = models.actor.shape.num_layers
+    stages = listed(stage_counts(num_layers, num_gpus))
+    limits = [line for line in result.refused if not line.startswith("rollout.tp=")]
+    limits += [f"actor.layout.pp: num_hidden_layers={num_layers} and {num_gpus} GPUs require pp={stages}"]
+    lines = [line.partition(" Fix: ")[0].rstrip(".") for line in (*limits, *result.broken)]
+    problem, alternative = "no layout is valid. Limits on layouts:", "use fewer GPUs"
+    if needed > cluster.memory_bytes:
+        problem, alternative = f"no valid layout fits. {memory} Limits on splitting them:", "use GPUs with more memory"
+    if larger is None:
+        remedy = f"change the model or the recipe so that a limit no longer applies, or {alternative}"
+    return "\n  ".join([f"{given}: {problem}", *lines]) + f"\nFix: {remedy}"
 
 
-def _remedy(config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> str:
-    """Return the suggested fix if no layout fits. It names a sufficient number of GPUs: twice or four times as many."""
-    for times in (2, 4):
+def _sufficient_gpus(
+    config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster
+) -> int | None:
+    """Return a number of GPUs on which a layout fits, or None if none of MORE_GPUS times as many is enough."""
+    for times in MORE_GPUS:
         larger = replace(cluster, num_gpus=times * cluster.num_gpus)
         if search(config, actor, models, workload, larger).plans:
-            return f"use --gpus {larger.num_gpus}x{cluster.name}"
-    return f"use more than {larger.num_gpus} GPUs, or GPUs with more memory"
+            return larger.num_gpus
+    return None
 
 
 def describe_layout(sizes: Mapping[str, Any]) -> dict[str, Any]:

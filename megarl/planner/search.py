@@ -36,12 +36,14 @@ class SearchResult:
         nearest: the plan that exceeds the GPU memory by the smallest amount, if no plan fits.
         refused: an error line for each parallel size into which the model cannot be split evenly.
         tried: number of valid training layouts.
+        broken: an error line for each rule that an invalid training layout breaks.
     """
 
     plans: tuple[StepPlan, ...]
     nearest: StepPlan | None
     refused: tuple[str, ...]
     tried: int
+    broken: tuple[str, ...] = ()
 
 
 def search(
@@ -53,10 +55,12 @@ def search(
     trained: list[StepPlan] = []
     nearest: StepPlan | None = None
     tried = 0
-    for num_gpus in _trainer_gpus(config, cluster):
+    broken: dict[str, None] = {}
+    for num_gpus in trainer_gpus(config, cluster):
         for layout in training_layouts(workload.longest, models.actor, sizes, num_gpus, cluster.memory_bytes):
             plan = _training_plan(config, hf_config, models, workload, cluster, layout)
-            if plan is None:
+            if not isinstance(plan, StepPlan):
+                broken |= dict.fromkeys(plan)
                 continue
             tried += 1
             if plan.problem is None:
@@ -72,10 +76,10 @@ def search(
     if overfull:
         nearest = min(overfull, key=lambda plan: plan.fullest.total)
     plans.sort(key=lambda plan: plan.times.seconds)
-    return SearchResult(tuple(plans), None if plans else nearest, tuple(sizes.refused), tried)
+    return SearchResult(tuple(plans), None if plans else nearest, tuple(sizes.refused), tried, tuple(broken))
 
 
-def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
+def trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
     """Return the GPU counts to try for each trained model. Colocated models use all GPUs. Otherwise the trained models
     together use one quarter, one half or three quarters of the GPUs. On several nodes, each model uses whole nodes."""
     if config.is_colocated or config.is_offline:
@@ -90,11 +94,11 @@ def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
 
 def _training_plan(
     config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster, layout: Layout
-) -> StepPlan | None:
+) -> StepPlan | list[str]:
     """Return the plan for a layout with the least activation recomputation that fits during training. If no plan fits,
-    return the plan with full recomputation. If the layout breaks a rule, return None."""
+    return the plan with full recomputation. If the layout breaks rules, return their error lines."""
     budget = _budget(config, workload, layout)
-    best = None
+    best: StepPlan | None = None
     for recompute in RECOMPUTE:
         # Assume maximum offloading here. The states to offload are chosen later, together with the engines.
         offload = config.actor.offload if config.is_offline or not config.is_colocated else list(OFFLOADS[-1])
@@ -102,11 +106,12 @@ def _training_plan(
             config, models, layout=layout, recompute=recompute, tokens_per_microbatch=budget, offload=offload
         )
         one_engine_rank = changed if config.is_offline else replace_engine(changed, tp=1)
-        if recompute == "none" and broken_rules(one_engine_rank, hf_config):
-            return None
+        if recompute == "none" and (lines := broken_rules(one_engine_rank, hf_config)):
+            return lines
         best = plan_step(changed, models, replace(workload, is_offline=True), cluster)
         if best.problem is None:
             break
+    assert best is not None, "RECOMPUTE is not empty"
     return best
 
 
@@ -151,7 +156,7 @@ def _with_engines(
     fitting: list[StepPlan] = []
     smallest: StepPlan | None = None
     tp_sizes = [tp for tp in sizes.engine if tp <= cluster.gpus_per_node or tp % cluster.gpus_per_node == 0]
-    for tp in (tp for tp in tp_sizes if gpus and gpus % tp == 0):
+    for tp in (tp for tp in tp_sizes if gpus > 0 and gpus % tp == 0):
         for offload in OFFLOADS if config.is_colocated else OFFLOADS[:1]:
             candidate = _with_engine(config, models, workload, cluster, tp, gpus // tp, offload)
             if candidate.problem is None:

@@ -1,8 +1,8 @@
 """Saves groups of samples to a file that contains no code, unlike a pickle.
 
 The file is in the safetensors format. Its tensors are the samples' arrays and two JSON texts: the prompts, and the
-groups, which refer to prompts by index. Values that JSON cannot represent are objects with one of the keys below.
-Floats are restored exactly.
+groups, which refer to prompts by index. Values that JSON cannot represent are encoded as objects with one of the
+keys below. Floats are restored exactly.
 """
 
 from __future__ import annotations

@@ -221,8 +221,8 @@ class RunFolder:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 raise UserError(
-                    f"{self.metrics}: line {number} is not a step's metrics. Fix: repair or remove the line, or start "
-                    "over with resume=never run.replace=true"
+                    f"{self.metrics}: line {number} does not contain the metrics of a step. Fix: repair or remove the "
+                    "line, or start over with resume=never run.replace=true"
                 ) from None
         return kept
 
@@ -274,7 +274,8 @@ class RunFolder:
         step = self._content.get("finished_after_step")
         if step is not None and not is_plain(step, int):
             raise UserError(
-                f"{self.manifest}: finished_after_step={shown(step)} is not a step. Fix: restore or remove the file"
+                f"{self.manifest}: finished_after_step={shown(step)} is not a step number. Fix: restore or remove "
+                "the file"
             )
         return step
 

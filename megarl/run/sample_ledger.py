@@ -44,7 +44,7 @@ class SampleLedger:
     a partial line may follow."""
 
     def __post_init__(self) -> None:
-        """Continue the file, if it exists. A killed run may have left a partial last line."""
+        """Append to the file if it exists. A killed run may have left a partial last line."""
         line, size = _last_line(self.path) if os.path.lexists(self.path) else (b"", 0)
         if not line:
             return

@@ -32,7 +32,7 @@ SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class Provider(ABC):
-    """A method for isolating programs, with the limits from a config."""
+    """Base class of isolation methods. Each applies the limits of the config section `sandbox`."""
 
     name: ClassVar[str]
 

@@ -610,7 +610,7 @@ def test_previous_checkpoint_loads_after_a_kill_during_a_save(model, tmp_path):
         while checkpoints.latest() == before:
             assert process.is_alive(), "the process failed to resume"
             time.sleep(0.01)
-        time.sleep(random.uniform(0, 0.3))  # about the duration of a save
+        time.sleep(random.uniform(0, 0.3))  # a save takes about 0.3 s
         process.kill()
         process.join()
     run_ranks(1, load, config, model, Checkpoint.open(checkpoints.latest()))

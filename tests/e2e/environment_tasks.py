@@ -21,7 +21,7 @@ PACKAGES = Path(__file__).with_name("verifiers_packages")
 
 
 class InEnvironment(Task):
-    """An environment task, measured by the share of rollouts with the right answer."""
+    """An environment task, measured by the share of rollouts with the correct answer."""
 
     agent: Agent
     environment: str

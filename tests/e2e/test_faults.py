@@ -28,7 +28,7 @@ INTERRUPTED = "interrupted; stopping the run"
 ONE_RANK = "actor.layout.pp=1"
 """Key for tests that do not kill a trainer."""
 RAYS_DEFAULTS = {6379, 8076, 8265, 10001}
-"""Ray's default ports of the GCS, object manager, dashboard and clients."""
+"""Default ports of Ray's GCS, object manager, dashboard and Ray Client server."""
 
 UNUSED = ("monitor.py", "log_monitor.py", "dashboard.py")
 """Programs of Ray's services that runs do not use."""

@@ -36,7 +36,7 @@ YARN = dict(
     mscale=1.0,
     mscale_all_dim=1.0,
 )
-# vLLM's CPU kernels for experts need a hidden size that is a multiple of 32.
+# vLLM's CPU MoE kernels require a hidden size that is a multiple of 32.
 GATED_DELTA = dict(
     num_attention_heads=4,
     num_key_value_heads=2,

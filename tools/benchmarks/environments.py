@@ -90,7 +90,7 @@ def watch(engine: VllmEngine) -> None:
 
 @ray.remote(num_cpus=0)
 class Listener:
-    """Stub of the rewards' process."""
+    """Stub for the reward actor."""
 
     def begin(self, samples: Sequence[Any]) -> None:
         pass

@@ -158,8 +158,8 @@ class EngineGroup(ReplicaGroup):
         return described.then(self._check_parameters).then(lambda _: self.sleep(keeps_weights=False))
 
     def start_loaded(self, version: int) -> Pending[None]:
-        """Start engines that load their weights from the model folder (load_format=auto) instead of by a refit, and
-        label these weights `version`."""
+        """Start engines that load their weights from the model folder (load_format=auto) instead of receiving them
+        in a refit, and label these weights `version`."""
         return self._start().then(lambda _: self._hold(version)).then(lambda _: None)
 
     def _check_parameters(self, described: tuple[Sequence[Parameters], Sequence[str]]) -> None:

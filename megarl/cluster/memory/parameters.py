@@ -68,8 +68,8 @@ def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Ho
 
 
 def draft_parts(config: Config, draft: Mapping[str, Any] | None) -> dict[str, int]:
-    """Return the size in bytes of the draft model's weights on an engine rank; empty without a draft model. Its KV
-    cache is part of rollout.kv_cache_gib."""
+    """Return {DRAFT: bytes of the draft model's weights on an engine rank}, or an empty dict without a draft model. The
+    draft's KV cache is part of rollout.kv_cache_gib."""
     if draft is None:
         return {}
     tp, dtype = config.rollout.tp, config.model.dtype

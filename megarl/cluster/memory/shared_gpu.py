@@ -148,8 +148,8 @@ def engine_loads(
 
 
 def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> dict[str, float]:
-    """Return the size of a refit's message buckets in bytes (rollout.refit_bucket_mib); empty if the refit sends
-    nothing. Each process holds two buckets. A colocated GPU holds the sender's and the receiver's."""
+    """Return the bytes of a refit's message buckets (rollout.refit_bucket_mib) by their name, or an empty dict if the
+    refit sends nothing. Each process holds two buckets. A colocated GPU holds the sender's and the receiver's."""
     if not weights_travel(config, gpus_per_node):
         return {}
     bucket_mib = config.rollout.refit_bucket_mib
@@ -158,8 +158,8 @@ def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> di
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
-    """Return the bytes of each state whose size is certain, by its name in `offload`; empty if the GPU has no rank of
-    the model."""
+    """Return the bytes of each state whose size is certain, by its name in `offload`, or an empty dict if the GPU has
+    no rank of the model."""
     span = device_spans(config)[NAMES[settings.section]]
     if gpu not in span:
         return {}
@@ -170,7 +170,8 @@ def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu
 
 
 def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -> dict[str, float]:
-    """Return the reward model's weights in bytes; empty if its parameters are offloaded while it does not score."""
+    """Return the bytes that the reward model always occupies on the GPU, by their name. The dict is empty if the GPU
+    has no rank of the model, or if its parameters are offloaded while it does not score."""
     settings, span = config.reward_model, device_spans(config)[NAMES["reward_model"]]
     if gpu not in span or settings.offload:
         return {}

@@ -16,8 +16,8 @@ SHUTDOWN_S = 3.0
 
 
 class Members:
-    """The run's nodes. Spare nodes are live nodes that have joined in addition to these, at any time. A spare node that
-    replaces a lost one takes over its number."""
+    """The run's nodes. Further nodes may join at any time and are spare nodes. A spare node that replaces a lost one
+    takes over its number."""
 
     def __init__(self, first: str, others: Sequence[Report] = (), rendezvous: NodeRendezvous | None = None):
         """first: Ray's id for the driver's node, which has the number 0. others: reports of the other nodes."""

@@ -95,7 +95,7 @@ def several_samples_require_temperature(item: EvaluationSet, of_set: Config) -> 
     if item.samples_per_prompt > 1 and item.temperature == 0 and not is_answered:
         yield (
             f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} and temperature=0, so all "
-            "samples of a prompt would be equal. Fix: set temperature: 1.0, or samples_per_prompt: 1"
+            "samples of a prompt would be identical. Fix: set temperature: 1.0, or samples_per_prompt: 1"
         )
 
 

@@ -32,7 +32,8 @@ def read_messages(body: Any) -> list[Message]:
             raise invalid(param, f"{param} has a name that is not a string")
         converted: dict[str, Any] = {"role": ROLES[message["role"]], "content": _text(message.get("content"), param)}
         if converted["role"] == "assistant" and message.get("tool_calls"):
-            converted["tool_calls"] = [_tool_call(call, param) for call in _list(message["tool_calls"], param)]
+            calls = _list(message["tool_calls"], f"{param}.tool_calls", "a list")
+            converted["tool_calls"] = [_tool_call(call, param) for call in calls]
             tool_names.update((call["id"], call["function"]["name"]) for call in converted["tool_calls"])
         if converted["role"] == "tool":
             call_id = str(message.get("tool_call_id") or "")
@@ -58,7 +59,7 @@ def _text(content: Any, param: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for part in _list(content, param):
+    for part in _list(content, f"{param}.content", "a string or a list"):
         if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise invalid(param, f"{param} has a content part of type {kind!r}, but only text is supported")
@@ -81,7 +82,7 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
     return {"id": str(call.get("id") or ""), "type": "function", "function": function}
 
 
-def _list(value: Any, param: str) -> Sequence[Any]:
+def _list(value: Any, param: str, expected: str) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise invalid(param, f"{param} has a {type(value).__name__} instead of a string or a list")
+        raise invalid(param, f"{param}: expected {expected}, got {type(value).__name__}")
     return value

@@ -129,7 +129,8 @@ class SessionServer:
             if session is not None:
                 session.counts[f"refused.{error.code}"] += 1
             return web.json_response(error.body, status=error.status)
-        completion.turn.is_delivered = _is_connected(request)  # the session may be closed before the response is sent
+        # Set before sending, because the session may be closed first.
+        completion.turn.is_delivered = _is_connected(request)
         # Log-probs are decoded token by token, which takes seconds for a long turn.
         data = (
             await asyncio.to_thread(self._encode, completion, chat) if chat.logprobs else self._encode(completion, chat)

@@ -61,7 +61,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """Tensors sharded like the parameters and stored under their keys with a prefix. `dtypes` maps keys to dtypes."""
+    """Tensors sharded like the parameters, such as Adam moments. Each is stored under `prefix` plus the parameter's
+    key. `dtypes` maps keys to dtypes."""
 
     prefix: str
     transport: Transport

@@ -76,7 +76,7 @@ class ModelInput:
         )
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Assemble the context-parallel ranks' values, [N', …], into [N, …] in batch order. Collective."""
+        """Assemble the context-parallel ranks' values, [N', …], into one tensor, [N, …], in batch order. Collective."""
         assembled = values.new_zeros(self.num_rows, *values.shape[1:])
         assembled[self.row_numbers] = values
         return sum_over_ranks(assembled)

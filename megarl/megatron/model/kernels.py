@@ -35,7 +35,7 @@ class TorchWeightGradient:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
-        """Add gradientᵀ · inputs, from [T, out] and [T, in], to main_grad, float32 [out, in]."""
+        """Add gradientᵀ · inputs to main_grad, float32 [out, in]. `gradient` is [T, out], and `inputs` are [T, in]."""
         add_product(main_grad, gradient.t(), inputs)
 
 

@@ -67,15 +67,14 @@ def draft_is_of_the_methods_kind(config: Config, key: str, draft: Mapping[str, A
     names = ", ".join(draft.get("architectures") or ())
     if config.rollout.drafts_with_eagle and not is_eagle(draft):
         expected = ", ".join(name for family in ARCHITECTURES.values() for name in family)
+        found = f"model_type={draft['model_type']}, architectures=[{names}]"
         yield (
-            f"{key}: its config.json has model_type={draft['model_type']} and architectures=[{names}], which is not an "
-            f"EAGLE-3 draft that vLLM loads ({expected}; or the plain name with draft_vocab_size). Fix: use such a "
-            "draft, or set rollout.speculative.method=draft_model"
+            f"{key}: not an EAGLE-3 draft that vLLM can load ({found}). vLLM loads {expected}, and "
+            "the same names without Eagle3 if config.json has draft_vocab_size. Fix: use such a draft, or "
+            "set rollout.speculative.method=draft_model"
         )
     elif not config.rollout.drafts_with_eagle and is_eagle(draft):
-        yield (
-            f"{key}: its architecture is {names}, which is an EAGLE-3 draft. Fix: set rollout.speculative.method=eagle3"
-        )
+        yield f"{key}: the model is an EAGLE-3 draft ({names}). Fix: set rollout.speculative.method=eagle3"
 
 
 def policy_returns_hidden_states(policy: Mapping[str, Any]) -> Iterator[str]:
@@ -87,8 +86,8 @@ def policy_returns_hidden_states(policy: Mapping[str, Any]) -> Iterator[str]:
 
 
 def draft_reads_hidden_states(key: str, policy: Mapping[str, Any], draft: Mapping[str, Any]) -> Iterator[str]:
-    """Require that the draft reads existing layers of the policy, and states of the policy's size. vLLM would fail when
-    it drafts the first tokens."""
+    """Require that the draft reads existing layers of the policy, and states of the policy's size. Otherwise, vLLM
+    would fail when it drafts the first tokens."""
     eagle, num_layers = EagleDraft.of(draft), policy["num_hidden_layers"]
     if not (draft.get("eagle_config") or {}).get("use_aux_hidden_state", True):
         yield (

@@ -51,7 +51,7 @@ def expert_mlps_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, An
 
 
 def expert_biases_require_whole_experts(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Require etp=1 for experts with biases: every rank with a share of an expert would add the output's bias."""
+    """Require etp=1 for experts with biases. Otherwise, each rank with a part of an expert would add the bias."""
     mixture, layout, section = experts(hf), placed.layout, placed.section
     if mixture is not None and mixture.is_interleaved and layout.expert_tp > 1:
         parallel = f" and {section}.layout.ep to at least 2, or set {section}.layout.tp=1" if layout.ep == 1 else ""

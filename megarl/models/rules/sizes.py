@@ -18,7 +18,7 @@ def indivisible(key: str, divisor: int, sizes: Mapping[str, int], legal: Iterabl
 
 
 def dense_rows(hf: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of rows in a dense MLP, by description; empty if all layers have experts."""
+    """Return {description: number of rows in a dense MLP}, or an empty dict if all layers have experts."""
     mixture = experts(hf)
     has_dense_layers = mixture is None or not all(mixture.layers)
     return {"MLP rows (intermediate_size)": hf["intermediate_size"]} if has_dense_layers else {}

@@ -63,7 +63,7 @@ def check_eagle_weights(
     folder: Path, headers: Mapping[str, Header], hf_config: Mapping[str, Any], policy: Mapping[str, Any]
 ) -> None:
     """Raise a UserError if the folder lacks a tensor that vLLM reads from it instead of sharing the policy's, or if the
-    vocabulary map is invalid. vLLM would draft random tokens, or fail.
+    vocabulary map is invalid. Otherwise, vLLM would draft random tokens, or fail.
 
     Args:
         headers: headers of the folder's tensors.

@@ -40,7 +40,7 @@ class _Check:
         described = tuple((holder.name, holder.node, holder.device) for holder in holders), len(sources)
         devices = plan.devices or [None] * len(plan.holders)
         if described != (tuple(zip(plan.holders, plan.nodes, devices, strict=True)), plan.num_sources):
-            raise PlanError("the plan belongs to different holders, nodes or devices")
+            raise PlanError("the plan was made for different holders, nodes or devices")
         for names in (plan.holders[: plan.num_sources], plan.destinations):
             if len(set(names)) < len(names):
                 raise PlanError("two sources or two destinations have the same name")

@@ -75,8 +75,8 @@ def _truncate_drafts(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tens
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Keep the weight of a linear layer or a convolution. vLLM would pack it for its kernels, preventing in-place
-    writes."""
+    """Keep the weight of a linear layer or a convolution. Otherwise, vLLM would pack it for its kernels, which
+    prevents in-place writes."""
     layer.cpu_linear = torch.nn.functional.linear  # pyright: ignore[reportArgumentType]  # vLLM stores functions here
 
 

@@ -70,7 +70,7 @@ def test_mismatched_shape_is_rejected(function, name):
     values = arguments(function)
     function(**values)
     for shape in ((1, 2), (3, 1), (3,), ()) if is_latent(function, name) else ((1,), (3, 1), ()):
-        with pytest.raises(ValueError, match="must have the same shape"):
+        with pytest.raises(ValueError, match=r"must have (the same )?shape"):
             function(**values | {name: values[name].new_zeros(shape)})
 
 

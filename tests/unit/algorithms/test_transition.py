@@ -217,9 +217,9 @@ def test_other_shapes_are_rejected():
     with pytest.raises(ValueError, match="same shape"):
         transition("flow", 0.7, column, column / 2, column)
     step = steps("flow", 0.7)
-    with pytest.raises(ValueError, match=r"same shape \[B\] as 3 samples, got \(3, 1, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"must have shape \(3,\), one value per sample; got \(3, 1, 1, 1\)"):
         policy.interpolate(x, v, column)
-    with pytest.raises(ValueError, match=r"same shape \[B\] as 3 samples, got \(1,\)"):
+    with pytest.raises(ValueError, match=r"must have shape \(3,\), one value per sample; got \(1,\)"):
         policy.mean(steps("flow", 0.7, slice(1)), x, v)
     with pytest.raises(ValueError, match=r"same shape \[B, …\] and dtype, got x .* v \(3, 2, 4, 1\)"):
         policy.mean(step, x, v[..., :1])

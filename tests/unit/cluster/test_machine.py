@@ -1,4 +1,4 @@
-"""Runs that do not fit the machine's devices are refused with one line, before any process starts."""
+"""Runs that do not fit the machine's devices are rejected with one line, before any process starts."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def model_folders(folder: Path, **sizes: Any) -> ModelFolders:
 def test_expert_sizes_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes: dict, refused: bool) -> None:
     """The intermediate size does not matter, because vLLM pads it."""
     models = model_folders(tmp_path, **dict(hidden_size=48) | HEAD | sizes)
-    with pytest.raises(UserError, match=r"hidden_size=48 is not a multiple of 32") if refused else nullcontext():
+    with pytest.raises(UserError, match=r"hidden_size=48, .* require a multiple of 32") if refused else nullcontext():
         check_engine_kernels(config(), models)
 
 

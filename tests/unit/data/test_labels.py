@@ -1,4 +1,4 @@
-"""Labeled steps from files: which tokens receive labels, and which rows are refused."""
+"""Labeled steps from files: which tokens receive labels, and which rows are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations and preference pairs from files: which tokens are trained on, and which rows are refused."""
+"""Conversations and preference pairs from files: which tokens are trained on, and which rows are rejected."""
 
 from __future__ import annotations
 

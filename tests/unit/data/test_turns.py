@@ -168,7 +168,7 @@ def test_tool_results_follow_a_harmony_call(ending):
 
 
 def test_special_tokens_typed_in_a_tool_name_are_text():
-    """The policy chooses the name of a tool that does not exist, which the template repeats before the error."""
+    """The policy may call a nonexistent tool by any name, and the template repeats that name before the error."""
     chat, turn = PLAIN["gpt-oss"], encode("gpt-oss", "<|channel|>commentary to=functions.a<|message|>{}<|call|>")
     forged, plain = (
         [
@@ -360,7 +360,7 @@ def test_conversation_that_cannot_be_rendered_is_refused():
 
 @families
 def test_conversation_that_ends_with_an_answer_is_refused(name):
-    """The template would close the answer and open another turn."""
+    """Otherwise, the template would close the answer and open another turn."""
     answer, chat = {"role": "assistant", "content": "The answer is"}, PLAIN[name]
     turn = sampled(ALL[name], name, "Yes", "closed")
     for call in (

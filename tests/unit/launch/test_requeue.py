@@ -1,4 +1,4 @@
-"""The job script's function `requeue` with fakes of Slurm's commands: which nodes a requeued job excludes."""
+"""Tests which nodes the job script's `requeue` function excludes, with fake Slurm commands."""
 
 from __future__ import annotations
 

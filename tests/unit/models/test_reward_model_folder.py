@@ -1,4 +1,4 @@
-"""Reward models whose tokenizer does not fit their input format are refused before any process starts."""
+"""Reward models whose tokenizer does not fit their input format are rejected before any process starts."""
 
 from __future__ import annotations
 

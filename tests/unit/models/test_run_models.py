@@ -133,9 +133,9 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
         (LLAMA, SPECULATORS, None),
         (LLAMA, EAGLE | dict(hidden_size=32, target_hidden_size=64), None),
         (LLAMA | dict(num_hidden_layers=2), EAGLE | {"eagle_config": {LAYER_IDS: [0, 1, 2]}}, None),
-        (LLAMA, LLAMA, "architectures=[[]LlamaForCausalLM], which is not an EAGLE-3 draft"),
-        (LLAMA, EAGLE | dict(model_type="qwen3"), "model_type=qwen3 and architectures=* not an EAGLE-3 draft"),
-        (LLAMA, EAGLE | dict(architectures=["PEagleDraftModel"]), "[[]PEagleDraftModel], which is not an EAGLE-3"),
+        (LLAMA, LLAMA, "not an EAGLE-3 draft * architectures=[[]LlamaForCausalLM]). vLLM loads "),
+        (LLAMA, EAGLE | dict(model_type="qwen3"), "not an EAGLE-3 draft that vLLM can load (model_type=qwen3, "),
+        (LLAMA, EAGLE | dict(architectures=["PEagleDraftModel"]), "not an EAGLE-3 draft *=[[]PEagleDraftModel])"),
         (LLAMA, SPECULATORS | dict(speculators_model_type="dflash"), "model_type None is not supported"),
         (MIXTRAL, EAGLE, "vLLM does not return the hidden states of mixtral models"),
         (LLAMA, EAGLE | dict(hidden_size=96), "its hidden_size is 96, but the hidden_size of model.path is 64"),
@@ -171,7 +171,7 @@ def test_eagle_draft_requires_its_method(draft, tmp_path: Path, monkeypatch: pyt
     actor, path = folder(tmp_path / "actor", **LLAMA), folder(tmp_path / "draft")
     (path / "config.json").write_text(json.dumps(draft))
     keys = [f"model.path={actor}", "data.source=arithmetic"]
-    with pytest.raises(UserError, match=r"is an EAGLE-3 draft\. Fix: set rollout.speculative.method=eagle3"):
+    with pytest.raises(UserError, match=r"is an EAGLE-3 draft \(\w+\)\. Fix: set rollout.speculative.method=eagle3"):
         find_models(load(BASE, [*keys, f"rollout.speculative={{method: draft_model, path: {path}}}"]))
 
 

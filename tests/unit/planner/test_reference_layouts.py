@@ -57,7 +57,7 @@ def test_verls_tp8_engines_require_offloaded_gradients():
 
 def test_bad_split_of_235b_on_128_h20_is_refused():
     """ms-swift#7125 ran out of memory on these GPUs with engines of tp=8 and a model sharded over too few GPUs. Two
-    pipeline stages are refused; as many as in NeMo-RL, with engines of tp=16 and offloaded gradients, fit."""
+    pipeline stages are rejected; as many as in NeMo-RL, with engines of tp=16 and offloaded gradients, fit."""
     bad = layout_keys(tp=4, pp=2, ep=8, etp=1, dp=16)
     engines = ("rollout.tp=8", "rollout.replicas=16", "rollout.kv_cache_gib=8")
     plan = plan_of(QWEN, "128xH20", *CONTEXT, "actor.recompute=full", *bad, *engines)

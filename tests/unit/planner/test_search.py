@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megarl.cluster.memory.parameters import Models
@@ -127,3 +129,47 @@ def test_headroom_stays_free_in_every_phase():
 
     assert 0.95 < fullest(0.0) <= 1
     assert 0.85 < fullest(0.08) <= 0.92
+
+
+NOTHING_FITS = {
+    "heads": (
+        {"num_hidden_layers": 1, "intermediate_size": 1_000_000},
+        [],
+        [
+            "8xH100-80GB: no valid layout fits. Weights and gradients of the actor need ",
+            "actor.layout.tp=2: 7 attention heads are not divisible by 2 (7 / 2 = 3.5)\n",
+            "actor.layout.pp: num_hidden_layers=1 and 8 GPUs require pp=1\nFix: change the model or the recipe",
+        ],
+    ),
+    "memory": (
+        {"num_hidden_layers": 100, "intermediate_size": 1_000_000},
+        [],
+        ["8xH100-80GB: no layout fits. ", "Even if they are divided evenly over 8 GPUs, each GPU would hold "],
+    ),
+    "samples": (
+        {"num_hidden_layers": 1, "intermediate_size": 1024},
+        ["batch.prompts_per_update=1", "batch.samples_per_prompt=4", "rollout.context_length=2048"],
+        [
+            "8xH100-80GB: no layout is valid. Limits on layouts:\n",
+            "  actor.layout.dp=8: an update has only 4 samples (1 prompts x 4 samples), but each data-parallel rank",
+        ],
+    ),
+    "engines": (
+        {"num_hidden_layers": 1, "intermediate_size": 1024},
+        ["cluster.placement=disaggregated", "reward_model.path={model}", "reward_model.layout.dp=6"],
+        ["too few GPUs for cluster.placement=disaggregated, which separates actor, reward_model, engines. Fix: use "],
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", NOTHING_FITS)
+def test_error_names_why_no_layout_is_valid(cause, tmp_path):
+    sizes, keys, expected = NOTHING_FITS[cause]
+    heads = dict(hidden_size=7168, num_attention_heads=7, num_key_value_heads=7, head_dim=1024)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-8B"] | heads | sizes))
+    overrides = [key.format(model=tmp_path) for key in ["model.path={model}", "rollout.max_new_tokens=1024", *keys]]
+    with pytest.raises(UserError) as error:
+        plan_recipe(recipe(*overrides), read_cluster("8xH100"))
+    for part in expected:
+        assert part in str(error.value)
+    assert ("GiB" in str(error.value)) == (cause in ("heads", "memory"))

@@ -1,4 +1,4 @@
-"""Groups of rollouts and their rewards are written as they finish, and read back exactly; damaged files are refused."""
+"""Groups of rollouts and their rewards are written as they finish and read back exactly; damaged files are rejected."""
 
 from __future__ import annotations
 

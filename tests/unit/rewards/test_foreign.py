@@ -1,4 +1,4 @@
-"""Reward functions of other trainers are refused, and the printed wrapper makes them work."""
+"""Reward functions of other trainers are rejected, and the printed wrapper makes them work."""
 
 from __future__ import annotations
 

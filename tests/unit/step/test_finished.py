@@ -180,7 +180,7 @@ def test_unverified_initial_weights_write_nothing(folder: Folder) -> None:
 
 
 def test_run_without_checkpoints_writes_nothing(folder: Folder) -> None:
-    """There would be no limit to the files."""
+    """Otherwise, the number of files would be unlimited."""
     never = config_of(0, "checkpoint.every_steps=null")
     folder.attempt(0, config=never).note_weights(1, weights("one"))
     folder.finish("1.0", 7, 0, 0)

@@ -212,7 +212,7 @@ def test_second_signal_cancels_the_grace_period() -> None:
 
 
 def test_signal_to_the_process_group_spares_descendants() -> None:
-    """The signal would kill Ray's processes, and the state to save would be lost."""
+    """Otherwise, the signal would kill Ray's processes before the run saves its state."""
     starting = "worker = subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({HANG_S})'])"
     waiting = "try: print(flush=True); wait()"
     looking = "except KeyboardInterrupt: time.sleep(0.5); print(worker.poll(), os.getsid(0) == parent, flush=True)"

@@ -33,7 +33,7 @@ def sets(*items: str) -> str:
         ),
         (
             [sets("name: a, samples_per_prompt: 2")],
-            "evaluation.sets: a has samples_per_prompt=2 and temperature=0, so all samples of a prompt would be equal.",
+            "evaluation.sets: a has samples_per_prompt=2 and temperature=0, so all samples of a prompt would be",
         ),
         (
             [sets("name: a, functions: []")],

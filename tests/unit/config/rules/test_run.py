@@ -58,7 +58,7 @@ JUDGE = "rewards.functions=[{{function: generative_judge, options: {{base_url: '
     ],
 )
 def test_credentials_are_refused_and_not_printed(override: list[str], key: str) -> None:
-    """Credentials in the config would be written to the run folder."""
+    """Otherwise, credentials in the config would be written to the run folder."""
     [error] = [error for error in errors(*override) if "contains credentials" in error]
     assert error.startswith(key) and "hunter2" not in error
 

@@ -276,6 +276,8 @@ def test_malformed_tool_call_stays_text() -> None:
         ({"messages": []}, 400, "at least one message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ({"messages": [{"role": "narrator", "content": "a"}]}, 400, "messages[0]"),
+        ({"messages": [{"role": "user", "content": {}}]}, 400, "[0].content: expected a string or a list, got dict"),
+        ({"messages": [{"role": "assistant", "tool_calls": "a"}]}, 400, "[0].tool_calls: expected a list, got str"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"stop": 3}, 400, "stop"),
         ({"tools": [{"name": "look"}]}, 400, "tools[0]"),

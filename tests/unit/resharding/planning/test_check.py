@@ -133,8 +133,8 @@ def test_unknown_holders_are_detected():
             with_bucket(0, replace(bucket, links=(link,))), f"{link.destination} is not the index of a dest"
         )
     assert_rejected(with_bucket(0, replace(bucket, links=(Link(-1, 4),))), "-1 is not the index of a holder")
-    assert_rejected(replace(PLAN, nodes=(0,) * len(PLAN.nodes)), "belongs to different holders, nodes or devices")
-    with pytest.raises(PlanError, match="belongs to different holders, nodes or devices"):
+    assert_rejected(replace(PLAN, nodes=(0,) * len(PLAN.nodes)), "was made for different holders, nodes or devices")
+    with pytest.raises(PlanError, match="was made for different holders, nodes or devices"):
         check_plan(PLAN, SOURCES[::-1], DESTINATIONS)
 
 
