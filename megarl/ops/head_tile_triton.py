@@ -53,13 +53,20 @@ def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str,
 
 
 @triton.jit
-def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
+def load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
     """Return the row's scaled logits at these columns, float32 [block], with NEVER for columns with probability 0."""
     inside = columns < width
     z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0) * scale
     if has_kept:
         inside = inside & (tl.load(kept + row * width + columns, mask=inside, other=0) != 0)
     return tl.where(inside, z, NO_LOGIT)
+
+
+@triton.jit
+def raise_maximum(maximum, z):
+    """Return the running maximum raised to the largest z, its rise, and z relative to it."""
+    raised = tl.maximum(maximum, tl.max(z))
+    return raised, raised - maximum, z - raised
 
 
 @triton.jit
@@ -88,16 +95,13 @@ def _fold(
     target_z = tl.load(sums + 3 * sums_stride)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        z = _load(logits, kept, row, columns, width, row_stride, scale, has_kept)
+        z = load(logits, kept, row, columns, width, row_stride, scale, has_kept)
         target_z += tl.sum(tl.where((columns == target) & (columns < width), z, 0.0))
-        raised = tl.maximum(maximum, tl.max(z))
-        rise = raised - maximum
+        maximum, rise, d = raise_maximum(maximum, z)
         shrunk = tl.exp(-rise)
-        d = z - raised
         p = tl.exp(d)
         total_d = (total_d - rise * total) * shrunk + tl.sum(p * d)
         total = total * shrunk + tl.sum(p)
-        maximum = raised
     tl.store(sums, maximum)
     tl.store(sums + sums_stride, total)
     tl.store(sums + 2 * sums_stride, total_d)
@@ -132,7 +136,7 @@ def _to_gradient(
     c = tl.load(coefficients + 2 * coefficients_stride + row)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        log_p = _load(logits, kept, row, columns, width, row_stride, scale, has_kept) - log_sum_exp
+        log_p = load(logits, kept, row, columns, width, row_stride, scale, has_kept) - log_sum_exp
         gradient = tl.exp(log_p) * (a + b * log_p) + tl.where(columns == target, c, 0.0)
         address = gradients + row * gradient_stride + columns
         tl.store(address, gradient.to(gradients.dtype.element_ty), mask=columns < width)
