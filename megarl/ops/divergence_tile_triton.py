@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.ops.head_tile_triton import load, raise_maximum
+from megarl.ops.head_tile_triton import load_logits, raise_maximum
 
 BLOCK = 1024
 
@@ -112,8 +112,8 @@ def _fold(
     target_z = tl.load(sums + 7 * sums_stride)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        z = load(logits, None, row, columns, width, row_stride, scale, False)
-        teacher_z = load(teacher_logits, None, row, columns, width, teacher_stride, scale, False)
+        z = load_logits(logits, None, row, columns, width, row_stride, scale, False)
+        teacher_z = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False)
         target_z += tl.sum(tl.where((columns == target) & (columns < width), z, 0.0))
         maximum, rise, d = raise_maximum(maximum, z)
         teacher_maximum, teacher_rise, teacher_d = raise_maximum(teacher_maximum, teacher_z)
@@ -163,8 +163,8 @@ def _fold_mixture(
     teacher_kl = tl.load(sums + sums_stride + row)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        log_p = load(logits, None, row, columns, width, row_stride, scale, False) - log_sum_exp
-        log_q = load(teacher_logits, None, row, columns, width, teacher_stride, scale, False) - teacher_log_sum_exp
+        log_p = load_logits(logits, None, row, columns, width, row_stride, scale, False) - log_sum_exp
+        log_q = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False) - teacher_log_sum_exp
         gap = tl.where(columns < width, log_p - log_q, 0.0)
         kl += tl.sum(tl.exp(log_p) * _log_to_mixture(gap, log_own, log_other))
         teacher_kl += tl.sum(tl.exp(log_q) * _log_to_mixture(-gap, log_other, log_own))
@@ -208,8 +208,8 @@ def _to_gradient(
     e = tl.load(coefficients + 4 * coefficients_stride)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        log_p = load(logits, None, row, columns, width, row_stride, scale, False) - log_sum_exp
-        log_q = load(teacher_logits, None, row, columns, width, teacher_stride, scale, False) - teacher_log_sum_exp
+        log_p = load_logits(logits, None, row, columns, width, row_stride, scale, False) - log_sum_exp
+        log_q = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False) - teacher_log_sum_exp
         ratio = log_p - log_q
         if has_mixture:
             ratio = _log_to_mixture(ratio, log_own, log_other)
