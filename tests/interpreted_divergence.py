@@ -18,11 +18,20 @@ PAIRWISE = [case for number, case in enumerate(CASES) if number % 4 in (0, 3)]
 
 
 def check(
-    dtype: torch.dtype, kind: DivergenceKind, beta: float, has_scale: bool, has_bias: bool, device: str = "cpu"
+    dtype: torch.dtype,
+    kind: DivergenceKind,
+    beta: float,
+    has_scale: bool,
+    has_bias: bool,
+    device: str = "cpu",
+    size: tuple[int, int] = (6, 43),
 ) -> None:
-    """Compare values and gradients on a device with full logits in float32 on the CPU."""
-    temperature = None if has_scale else 1.0
-    case = DivergenceCase.random(6, 43, (48, 43), temperature, (has_bias, has_bias), dtype)
+    """Compare values and gradients on a device with full logits in float32 on the CPU.
+
+    `size`: number of tokens and vocabulary entries.
+    """
+    temperature, vocab = None if has_scale else 1.0, size[1]
+    case = DivergenceCase.random(*size, (vocab + 5, vocab), temperature, (has_bias, has_bias), dtype)
     exact, actual = plain(case, kind, beta), tiled(case.to(device), kind, beta)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for name, reference in exact.items():

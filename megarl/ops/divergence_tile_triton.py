@@ -42,9 +42,7 @@ def fold_mixture(
     """Same as divergence_tile.fold_mixture, but leaves the logits unchanged."""
     sizes = _sizes(logits, teacher_logits, log_sum_exps, sums)
     shares = math.log(1 - beta), math.log(beta)
-    _fold_mixture[(len(logits),)](
-        logits, teacher_logits, scale, log_sum_exps, sums, *sizes, *shares, **_options(scale)
-    )
+    _fold_mixture[(len(logits),)](logits, teacher_logits, scale, log_sum_exps, sums, *sizes, *shares, **_options(scale))
 
 
 def to_gradient(
@@ -157,14 +155,14 @@ def _fold_mixture(
     scale = 1.0
     if has_scale:
         scale = tl.load(scales + row)
-    log_sum_exp = tl.load(log_sum_exps + row)
-    teacher_log_sum_exp = tl.load(log_sum_exps + log_sum_exps_stride + row)
+    lse = tl.load(log_sum_exps + row)
+    teacher_lse = tl.load(log_sum_exps + log_sum_exps_stride + row)
     kl = tl.load(sums + row)
     teacher_kl = tl.load(sums + sums_stride + row)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        log_p = load_logits(logits, None, row, columns, width, row_stride, scale, False) - log_sum_exp
-        log_q = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False) - teacher_log_sum_exp
+        log_p = load_logits(logits, None, row, columns, width, row_stride, scale, False) - lse
+        log_q = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False) - teacher_lse
         gap = tl.where(columns < width, log_p - log_q, 0.0)
         kl += tl.sum(tl.exp(log_p) * _log_to_mixture(gap, log_own, log_other))
         teacher_kl += tl.sum(tl.exp(log_q) * _log_to_mixture(-gap, log_other, log_own))
@@ -198,8 +196,8 @@ def _to_gradient(
     scale = 1.0
     if has_scale:
         scale = tl.load(scales + row)
-    log_sum_exp = tl.load(log_sum_exps + row)
-    teacher_log_sum_exp = tl.load(log_sum_exps + log_sum_exps_stride + row)
+    lse = tl.load(log_sum_exps + row)
+    teacher_lse = tl.load(log_sum_exps + log_sum_exps_stride + row)
     coefficients += row
     a = tl.load(coefficients)
     b = tl.load(coefficients + coefficients_stride)
@@ -208,8 +206,8 @@ def _to_gradient(
     e = tl.load(coefficients + 4 * coefficients_stride)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        log_p = load_logits(logits, None, row, columns, width, row_stride, scale, False) - log_sum_exp
-        log_q = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False) - teacher_log_sum_exp
+        log_p = load_logits(logits, None, row, columns, width, row_stride, scale, False) - lse
+        log_q = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False) - teacher_lse
         ratio = log_p - log_q
         if has_mixture:
             ratio = _log_to_mixture(ratio, log_own, log_other)

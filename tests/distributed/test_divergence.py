@@ -45,9 +45,7 @@ def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[dict[
     for sizes in SIZES:
         whole = case_of(sizes, dtype)
         student, teacher = (shard(layer, rank, world_size) for layer in (whole.student, whole.teacher))
-        weight, bias = (
-            align_rows(x, len(student.weight), dist.group.WORLD) for x in (teacher.weight, teacher.bias)
-        )
+        weight, bias = (align_rows(x, len(student.weight), dist.group.WORLD) for x in (teacher.weight, teacher.bias))
         own = replace(whole, student=student, teacher=replace(teacher, weight=weight, bias=bias))
         results += [tiled(own, kind, beta, dist.group.WORLD) for kind, beta in KINDS]
     return results

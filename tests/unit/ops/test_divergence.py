@@ -256,9 +256,9 @@ def test_bfloat16_logits_match_a_bfloat16_product(kind, beta, rounded):
 
 def test_wrong_inputs_are_rejected():
     hidden, weight = torch.zeros(3, 4), torch.zeros(5, 4)
-    with pytest.raises(ValueError, match="expected .N, h."):
+    with pytest.raises(ValueError, match="for student and teacher, but got"):
         divergence(hidden, weight, OutputLayer(torch.zeros(2, 4), weight), "jsd", 1.0, 5)
     with pytest.raises(ValueError, match="5 rows, 5 of them for tokens, but the teacher's has 4"):
         divergence(hidden, weight, OutputLayer(hidden, weight[:4]), "jsd", 1.0, 5)
-    with pytest.raises(ValueError, match="expected beta from 0 to 1, but got 1.5"):
+    with pytest.raises(ValueError, match="expected beta from 0 to 1"):
         divergence(hidden, weight, OutputLayer(hidden, weight), "jsd", 1.0, 5, beta=1.5)
