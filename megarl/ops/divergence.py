@@ -169,15 +169,16 @@ class _Divergence(torch.autograd.Function):
             rebase(*rises, *sums[2:7])
             dist.all_reduce(sums[2:], group=process_group)
         maximum, teacher_maximum, total, total_d, total_gap, teacher_total, teacher_total_gap, target_z = sums
-        log_sum_exps = torch.stack((maximum + total.log(), teacher_maximum + teacher_total.log()))
-        entropy = total.log() - total_d / total
-        log_ratio = teacher_total.log() - total.log()
+        log_total, teacher_log_total = total.log(), teacher_total.log()
+        normalizers = torch.stack((maximum, teacher_maximum, log_total, teacher_log_total))
+        entropy = log_total - total_d / total
+        log_ratio = teacher_log_total - log_total
         student_kl = total_gap / total + log_ratio
         value = student_kl
         if kind == "forward_kl":
             value = -teacher_total_gap / teacher_total - log_ratio
         elif kind == "jsd":
-            kls = _mixture_kls(layers, num_rows, scale, log_sum_exps, beta)
+            kls = _mixture_kls(layers, num_rows, scale, normalizers, beta)
             if is_sharded(process_group):
                 dist.all_reduce(kls, group=process_group)
             student_kl, teacher_kl = kls
@@ -186,18 +187,18 @@ class _Divergence(torch.autograd.Function):
             *(x for layer in layers for x in (layer.hidden, layer.weight, layer.bias)),
             targets,
             scale,
-            log_sum_exps,
+            normalizers,
             entropy,
             student_kl,
         )
         ctx.kind, ctx.beta, ctx.num_rows = kind, beta, num_rows
         ctx.logits_dtypes = [layer.logits_dtype for layer in layers]
-        return torch.stack((target_z - log_sum_exps[0], entropy, value), dim=-1)
+        return torch.stack((target_z - maximum - log_total, entropy, value), dim=-1)
 
     @staticmethod
     def backward(ctx, *grad_outputs):
         [gradient] = grad_outputs
-        *tensors, targets, scale, log_sum_exps, entropy, student_kl = ctx.saved_tensors
+        *tensors, targets, scale, normalizers, entropy, student_kl = ctx.saved_tensors
         layers = OutputLayer(*tensors[:3], ctx.logits_dtypes[0]), OutputLayer(*tensors[3:], ctx.logits_dtypes[1])
         gradients = Gradients(layers[0], ctx.needs_input_grad[:3])
         coefficients = _coefficients(gradient, scale, entropy, student_kl, ctx.kind, ctx.beta)
@@ -210,7 +211,7 @@ class _Divergence(torch.autograd.Function):
                 teacher_logits,
                 targets[span] - start,
                 _part(scale, span),
-                log_sum_exps[:, span],
+                normalizers[:, span],
                 coefficients[:, span],
                 beta,
                 logits_gradient,
@@ -238,13 +239,13 @@ def _sums(layers: tuple[OutputLayer, OutputLayer], num_rows: int, targets, scale
 
 
 def _mixture_kls(
-    layers: tuple[OutputLayer, OutputLayer], num_rows: int, scale, log_sum_exps: torch.Tensor, beta: float
+    layers: tuple[OutputLayer, OutputLayer], num_rows: int, scale, normalizers: torch.Tensor, beta: float
 ) -> torch.Tensor:
     """Return this rank's part of the student's and the teacher's KL divergence from the mixture, float32 [2, N]."""
-    kls = torch.zeros_like(log_sum_exps)
+    kls = torch.zeros_like(normalizers[:2])
     fold_mixture = _tile_functions().fold_mixture
     for span, _, logits, teacher_logits in _tiles(layers, num_rows):
-        fold_mixture(logits, teacher_logits, _part(scale, span), log_sum_exps[:, span], beta, kls[:, span])
+        fold_mixture(logits, teacher_logits, _part(scale, span), normalizers[:, span], beta, kls[:, span])
     return kls
 
 

@@ -64,7 +64,7 @@ def fold_mixture(
     logits: torch.Tensor,
     teacher_logits: torch.Tensor,
     scale: torch.Tensor | None,
-    log_sum_exps: torch.Tensor,
+    normalizers: torch.Tensor,
     beta: float,
     sums: torch.Tensor,
 ) -> None:
@@ -72,11 +72,12 @@ def fold_mixture(
 
     Args:
         logits, teacher_logits, scale: as in `fold`; the logits are overwritten.
-        log_sum_exps: float32 [2, n], the student's and the teacher's.
+        normalizers: float32 [4, n]: the student's and the teacher's maximum m, and the logarithm of each Σ exp(z − m).
+            Subtracting them one after the other keeps the digits of z − m if the logits are large.
         sums: float32 [2, n].
     """
     for rows in blocks(logits):
-        log_p, log_q = _log_probs(logits, teacher_logits, scale, log_sum_exps, rows)
+        log_p, log_q = _log_probs(logits, teacher_logits, scale, normalizers, rows)
         gap = log_p - log_q
         sums[0, rows] += log_p.exp_().mul_(log_to_mixture(gap, 1 - beta, beta)).sum(1)
         sums[1, rows] += log_q.exp_().mul_(log_to_mixture(-gap, beta, 1 - beta)).sum(1)
@@ -87,7 +88,7 @@ def to_gradient(
     teacher_logits: torch.Tensor,
     targets: torch.Tensor,
     scale: torch.Tensor | None,
-    log_sum_exps: torch.Tensor,
+    normalizers: torch.Tensor,
     coefficients: torch.Tensor,
     beta: float | None,
     gradient: torch.Tensor,
@@ -97,14 +98,14 @@ def to_gradient(
 
     Args:
         logits, teacher_logits, targets, scale: as in `fold`; the logits are overwritten.
-        log_sum_exps: float32 [2, n], the student's and the teacher's.
+        normalizers: as in `fold_mixture`.
         coefficients: float32 [5, n]: a, b, c, d, e.
         beta: r is the mixture β · q + (1 − β) · p; None means r = q.
         gradient: [n, v], any dtype; may be the same tensor as `logits`.
     """
     for rows in blocks(logits):
         a, b, c, d, e = coefficients[:, rows, None]
-        log_p, log_q = _log_probs(logits, teacher_logits, scale, log_sum_exps, rows)
+        log_p, log_q = _log_probs(logits, teacher_logits, scale, normalizers, rows)
         p, q = log_p.exp(), log_q.exp()
         gap = torch.sub(log_p, log_q, out=log_q)
         ratio = gap if beta is None else log_to_mixture(gap, 1 - beta, beta)
@@ -125,11 +126,10 @@ def _log_probs(
     logits: torch.Tensor,
     teacher_logits: torch.Tensor,
     scale: torch.Tensor | None,
-    log_sum_exps: torch.Tensor,
+    normalizers: torch.Tensor,
     rows: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    log_p, log_q = (
-        prepared(x[rows], scale, None, rows).sub_(log_sum_exp[rows, None])
-        for x, log_sum_exp in zip((logits, teacher_logits), log_sum_exps, strict=True)
-    )
+    maximum, teacher_maximum, log_total, teacher_log_total = normalizers[:, rows, None]
+    log_p = prepared(logits[rows], scale, None, rows).sub_(maximum).sub_(log_total)
+    log_q = prepared(teacher_logits[rows], scale, None, rows).sub_(teacher_maximum).sub_(teacher_log_total)
     return log_p, log_q

@@ -35,14 +35,14 @@ def fold_mixture(
     logits: torch.Tensor,
     teacher_logits: torch.Tensor,
     scale: torch.Tensor | None,
-    log_sum_exps: torch.Tensor,
+    normalizers: torch.Tensor,
     beta: float,
     sums: torch.Tensor,
 ) -> None:
     """Same as divergence_tile.fold_mixture, but leaves the logits unchanged."""
-    sizes = _sizes(logits, teacher_logits, log_sum_exps, sums)
+    sizes = _sizes(logits, teacher_logits, normalizers, sums)
     shares = math.log(1 - beta), math.log(beta)
-    _fold_mixture[(len(logits),)](logits, teacher_logits, scale, log_sum_exps, sums, *sizes, *shares, **_options(scale))
+    _fold_mixture[(len(logits),)](logits, teacher_logits, scale, normalizers, sums, *sizes, *shares, **_options(scale))
 
 
 def to_gradient(
@@ -50,17 +50,17 @@ def to_gradient(
     teacher_logits: torch.Tensor,
     targets: torch.Tensor,
     scale: torch.Tensor | None,
-    log_sum_exps: torch.Tensor,
+    normalizers: torch.Tensor,
     coefficients: torch.Tensor,
     beta: float | None,
     gradient: torch.Tensor,
 ) -> None:
     """Same as divergence_tile.to_gradient, but leaves the teacher's logits unchanged."""
-    sizes = _sizes(logits, teacher_logits, log_sum_exps, coefficients, gradient)
+    sizes = _sizes(logits, teacher_logits, normalizers, coefficients, gradient)
     shares = (0.0, 0.0) if beta is None else (math.log(1 - beta), math.log(beta))
     options = dict(has_mixture=beta is not None, **_options(scale))
     _to_gradient[(len(logits),)](
-        logits, teacher_logits, targets, scale, log_sum_exps, coefficients, gradient, *sizes, *shares, **options
+        logits, teacher_logits, targets, scale, normalizers, coefficients, gradient, *sizes, *shares, **options
     )
 
 
@@ -139,12 +139,12 @@ def _fold_mixture(
     logits,
     teacher_logits,
     scales,
-    log_sum_exps,
+    normalizers,
     sums,
     width,
     row_stride,
     teacher_stride,
-    log_sum_exps_stride,
+    normalizers_stride,
     sums_stride,
     log_own,
     log_other,
@@ -155,14 +155,19 @@ def _fold_mixture(
     scale = 1.0
     if has_scale:
         scale = tl.load(scales + row)
-    lse = tl.load(log_sum_exps + row)
-    teacher_lse = tl.load(log_sum_exps + log_sum_exps_stride + row)
+    normalizers += row
+    maximum = tl.load(normalizers)
+    teacher_maximum = tl.load(normalizers + normalizers_stride)
+    log_total = tl.load(normalizers + 2 * normalizers_stride)
+    teacher_log_total = tl.load(normalizers + 3 * normalizers_stride)
     kl = tl.load(sums + row)
     teacher_kl = tl.load(sums + sums_stride + row)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        log_p = load_logits(logits, None, row, columns, width, row_stride, scale, False) - lse
-        log_q = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False) - teacher_lse
+        z = load_logits(logits, None, row, columns, width, row_stride, scale, False)
+        teacher_z = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False)
+        log_p = z - maximum - log_total
+        log_q = teacher_z - teacher_maximum - teacher_log_total
         gap = tl.where(columns < width, log_p - log_q, 0.0)
         kl += tl.sum(tl.exp(log_p) * _log_to_mixture(gap, log_own, log_other))
         teacher_kl += tl.sum(tl.exp(log_q) * _log_to_mixture(-gap, log_other, log_own))
@@ -176,13 +181,13 @@ def _to_gradient(
     teacher_logits,
     targets,
     scales,
-    log_sum_exps,
+    normalizers,
     coefficients,
     gradients,
     width,
     row_stride,
     teacher_stride,
-    log_sum_exps_stride,
+    normalizers_stride,
     coefficients_stride,
     gradient_stride,
     log_own,
@@ -196,8 +201,11 @@ def _to_gradient(
     scale = 1.0
     if has_scale:
         scale = tl.load(scales + row)
-    lse = tl.load(log_sum_exps + row)
-    teacher_lse = tl.load(log_sum_exps + log_sum_exps_stride + row)
+    normalizers += row
+    maximum = tl.load(normalizers)
+    teacher_maximum = tl.load(normalizers + normalizers_stride)
+    log_total = tl.load(normalizers + 2 * normalizers_stride)
+    teacher_log_total = tl.load(normalizers + 3 * normalizers_stride)
     coefficients += row
     a = tl.load(coefficients)
     b = tl.load(coefficients + coefficients_stride)
@@ -206,8 +214,10 @@ def _to_gradient(
     e = tl.load(coefficients + 4 * coefficients_stride)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        log_p = load_logits(logits, None, row, columns, width, row_stride, scale, False) - lse
-        log_q = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False) - teacher_lse
+        z = load_logits(logits, None, row, columns, width, row_stride, scale, False)
+        teacher_z = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False)
+        log_p = z - maximum - log_total
+        log_q = teacher_z - teacher_maximum - teacher_log_total
         ratio = log_p - log_q
         if has_mixture:
             ratio = _log_to_mixture(ratio, log_own, log_other)

@@ -14,7 +14,7 @@ from tests.marks import each_value
 from tests.paths import ROOT
 
 HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = dict.fromkeys(("logits", "teacher_logits", "sums", "log_sum_exps", "coefficients"), "*fp32")
+TYPES = dict.fromkeys(("logits", "teacher_logits", "sums", "log_sum_exps", "normalizers", "coefficients"), "*fp32")
 TYPES |= {"targets": "*i64", "log_own": "fp32", "log_other": "fp32"}
 OPTIONAL = {"scales": "*fp32", "kept": "*i1"}
 OPTIONS = ("has_scale", "has_kept", "has_mixture", "block")
