@@ -86,7 +86,7 @@ def divergence(
     the student's distribution, and the divergence, float32 [N, 3], at no additional matrix product.
 
     Only the student has gradients; the teacher is constant. `hidden`, `weight`, `process_group`, `bias`, `logits_dtype`
-    and `targets` describe the student as in `log_prob_and_entropy`.
+    and `targets` describe the student as in `log_prob_and_entropy`, whose candidate tokens are not supported here.
 
     Args:
         teacher: the same tokens' hidden states, whose size may differ from the student's, and this rank's rows for the

@@ -66,14 +66,14 @@ class Gradients:
     def __init__(self, layer: OutputLayer, needed: Sequence[bool]):
         """`needed`: whether the hidden states, the weight and the bias need a gradient."""
         self._layer = layer
-        self._into_main_grad = getattr(layer.weight, "main_grad", None) is not None
+        main_grad = getattr(layer.weight, "main_grad", None)
+        self._into_main_grad = main_grad is not None
         needs_hidden, needs_weight, needs_bias = needed
         self._hidden = torch.zeros_like(layer.hidden, dtype=torch.float32) if needs_hidden else None
         self._weight = self._bias = None
         if needs_weight:
-            main_grad = layer.weight.main_grad if self._into_main_grad else None
             self._weight = torch.zeros_like(layer.weight, dtype=torch.float32) if main_grad is None else main_grad
-        if needs_bias:
+        if needs_bias and layer.bias is not None:
             self._bias = torch.zeros_like(layer.bias, dtype=torch.float32)
 
     def buffer(self, logits: torch.Tensor) -> torch.Tensor:
@@ -94,14 +94,10 @@ class Gradients:
 
     def results(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of the hidden states, the weight and the bias for autograd, in the inputs' dtypes."""
-        layer, weight = self._layer, self._weight
-        if weight is not None:
-            weight = _autograd_dummy(layer.weight) if self._into_main_grad else weight.to(layer.weight.dtype)
-        return (
-            None if self._hidden is None else self._hidden.to(layer.hidden.dtype),
-            weight,
-            None if self._bias is None or layer.bias is None else self._bias.to(layer.bias.dtype),
-        )
+        layer = self._layer
+        is_in_main_grad = self._weight is not None and self._into_main_grad
+        weight = _autograd_dummy(layer.weight) if is_in_main_grad else _cast_like(layer.weight, self._weight)
+        return _cast_like(layer.hidden, self._hidden), weight, _cast_like(layer.bias, self._bias)
 
 
 def tile() -> tuple[int, int]:
@@ -132,6 +128,11 @@ def raise_over_ranks(maxima: torch.Tensor, process_group: dist.ProcessGroup) -> 
     rises = raised - maxima
     maxima.copy_(raised)
     return rises
+
+
+def _cast_like(parameter: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the gradient in the parameter's dtype; None if there is none."""
+    return None if parameter is None or gradient is None else gradient.to(parameter.dtype)
 
 
 def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
