@@ -199,8 +199,10 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         [gradient] = grad_outputs
         *tensors, targets, scale, normalizers, entropy, student_kl = ctx.saved_tensors
-        layers = OutputLayer(*tensors[:3], ctx.logits_dtypes[0]), OutputLayer(*tensors[3:], ctx.logits_dtypes[1])
-        gradients = Gradients(layers[0], ctx.needs_input_grad[:3])
+        student_dtype, teacher_dtype = ctx.logits_dtypes
+        student = OutputLayer(*tensors[:3], logits_dtype=student_dtype)
+        layers = student, OutputLayer(*tensors[3:], logits_dtype=teacher_dtype)
+        gradients = Gradients(student, ctx.needs_input_grad[:3])
         coefficients = _coefficients(gradient, scale, entropy, student_kl, ctx.kind, ctx.beta)
         beta = ctx.beta if ctx.kind == "jsd" else None
         to_gradient = _tile_functions().to_gradient

@@ -26,9 +26,9 @@ def fold(
     sums: torch.Tensor,
 ) -> None:
     """Same as divergence_tile.fold, but leaves the logits unchanged."""
-    _fold[(len(logits),)](
-        logits, teacher_logits, targets, scale, sums, *_sizes(logits, teacher_logits, sums), **_options(scale)
-    )
+    rows, width = logits.shape
+    strides = logits.stride(0), teacher_logits.stride(0), sums.stride(0)
+    _fold[(rows,)](logits, teacher_logits, targets, scale, sums, width, *strides, **_options(scale))
 
 
 def fold_mixture(
@@ -40,9 +40,12 @@ def fold_mixture(
     sums: torch.Tensor,
 ) -> None:
     """Same as divergence_tile.fold_mixture, but leaves the logits unchanged."""
-    sizes = _sizes(logits, teacher_logits, normalizers, sums)
+    rows, width = logits.shape
+    strides = logits.stride(0), teacher_logits.stride(0), normalizers.stride(0), sums.stride(0)
     shares = math.log(1 - beta), math.log(beta)
-    _fold_mixture[(len(logits),)](logits, teacher_logits, scale, normalizers, sums, *sizes, *shares, **_options(scale))
+    _fold_mixture[(rows,)](
+        logits, teacher_logits, scale, normalizers, sums, width, *strides, *shares, **_options(scale)
+    )
 
 
 def to_gradient(
@@ -56,21 +59,28 @@ def to_gradient(
     gradient: torch.Tensor,
 ) -> None:
     """Same as divergence_tile.to_gradient, but leaves the teacher's logits unchanged."""
-    sizes = _sizes(logits, teacher_logits, normalizers, coefficients, gradient)
+    rows, width = logits.shape
+    strides = logits.stride(0), teacher_logits.stride(0), normalizers.stride(0)
+    output_strides = coefficients.stride(0), gradient.stride(0)
     shares = (0.0, 0.0) if beta is None else (math.log(1 - beta), math.log(beta))
-    options = dict(has_mixture=beta is not None, **_options(scale))
-    _to_gradient[(len(logits),)](
-        logits, teacher_logits, targets, scale, normalizers, coefficients, gradient, *sizes, *shares, **options
+    _to_gradient[(rows,)](
+        logits,
+        teacher_logits,
+        targets,
+        scale,
+        normalizers,
+        coefficients,
+        gradient,
+        width,
+        *strides,
+        *output_strides,
+        *shares,
+        **_options(scale, has_mixture=beta is not None),
     )
 
 
-def _sizes(logits: torch.Tensor, *others: torch.Tensor) -> tuple[int, ...]:
-    """Return the tile's width and every tensor's stride."""
-    return logits.shape[1], logits.stride(0), *(x.stride(0) for x in others)
-
-
-def _options(scale: torch.Tensor | None) -> dict[str, Any]:
-    return dict(has_scale=scale is not None, block=BLOCK)
+def _options(scale: torch.Tensor | None, **others: bool) -> dict[str, Any]:
+    return dict(has_scale=scale is not None, block=BLOCK, **others)
 
 
 @triton.jit
@@ -110,8 +120,8 @@ def _fold(
     target_z = tl.load(sums + 7 * sums_stride)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        z = load_logits(logits, None, row, columns, width, row_stride, scale, False)
-        teacher_z = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False)
+        z = load_logits(logits, row, columns, width, row_stride, scale)
+        teacher_z = load_logits(teacher_logits, row, columns, width, teacher_stride, scale)
         target_z += tl.sum(tl.where((columns == target) & (columns < width), z, 0.0))
         maximum, rise, d = raise_maximum(maximum, z)
         teacher_maximum, teacher_rise, teacher_d = raise_maximum(teacher_maximum, teacher_z)
@@ -164,8 +174,8 @@ def _fold_mixture(
     teacher_kl = tl.load(sums + sums_stride + row)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        z = load_logits(logits, None, row, columns, width, row_stride, scale, False)
-        teacher_z = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False)
+        z = load_logits(logits, row, columns, width, row_stride, scale)
+        teacher_z = load_logits(teacher_logits, row, columns, width, teacher_stride, scale)
         log_p = z - maximum - log_total
         log_q = teacher_z - teacher_maximum - teacher_log_total
         gap = tl.where(columns < width, log_p - log_q, 0.0)
@@ -214,8 +224,8 @@ def _to_gradient(
     e = tl.load(coefficients + 4 * coefficients_stride)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        z = load_logits(logits, None, row, columns, width, row_stride, scale, False)
-        teacher_z = load_logits(teacher_logits, None, row, columns, width, teacher_stride, scale, False)
+        z = load_logits(logits, row, columns, width, row_stride, scale)
+        teacher_z = load_logits(teacher_logits, row, columns, width, teacher_stride, scale)
         log_p = z - maximum - log_total
         log_q = teacher_z - teacher_maximum - teacher_log_total
         ratio = log_p - log_q

@@ -53,13 +53,19 @@ def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str,
 
 
 @triton.jit
-def load_logits(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
-    """Return the row's scaled logits at these columns, float32 [block], with NEVER for columns with probability 0."""
+def load_logits(logits, row, columns, width, row_stride, scale):
+    """Return the row's scaled logits at these columns, float32 [block], with NEVER for columns outside the tile."""
     inside = columns < width
-    z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0) * scale
+    return tl.where(inside, tl.load(logits + row * row_stride + columns, mask=inside, other=0.0) * scale, NO_LOGIT)
+
+
+@triton.jit
+def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
+    """Same as load_logits, but with NEVER for all columns with probability 0."""
+    z = load_logits(logits, row, columns, width, row_stride, scale)
     if has_kept:
-        inside = inside & (tl.load(kept + row * width + columns, mask=inside, other=0) != 0)
-    return tl.where(inside, z, NO_LOGIT)
+        z = tl.where(tl.load(kept + row * width + columns, mask=columns < width, other=0) != 0, z, NO_LOGIT)
+    return z
 
 
 @triton.jit
@@ -95,7 +101,7 @@ def _fold(
     target_z = tl.load(sums + 3 * sums_stride)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        z = load_logits(logits, kept, row, columns, width, row_stride, scale, has_kept)
+        z = _load(logits, kept, row, columns, width, row_stride, scale, has_kept)
         target_z += tl.sum(tl.where((columns == target) & (columns < width), z, 0.0))
         maximum, rise, d = raise_maximum(maximum, z)
         shrunk = tl.exp(-rise)
@@ -136,7 +142,7 @@ def _to_gradient(
     c = tl.load(coefficients + 2 * coefficients_stride + row)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        log_p = load_logits(logits, kept, row, columns, width, row_stride, scale, has_kept) - log_sum_exp
+        log_p = _load(logits, kept, row, columns, width, row_stride, scale, has_kept) - log_sum_exp
         gradient = tl.exp(log_p) * (a + b * log_p) + tl.where(columns == target, c, 0.0)
         address = gradients + row * gradient_stride + columns
         tl.store(address, gradient.to(gradients.dtype.element_ty), mask=columns < width)
