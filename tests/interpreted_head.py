@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from megarl.ops import head_tile_triton, linear_head
+from megarl.ops import head_tile_triton, linear_head, output_layer
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import relative_error
 
@@ -46,7 +46,7 @@ def check(dtype: torch.dtype, has_scale: bool, has_bias: bool, has_candidates: b
 
 def main() -> None:
     linear_head._tile_functions = lambda: head_tile_triton
-    linear_head.CPU_TILE, head_tile_triton.BLOCK = (4, 30), 16
+    output_layer.CPU_TILE, head_tile_triton.BLOCK = (4, 30), 16
     cases = CASES if "--all" in sys.argv else PAIRWISE
     for dtype in (torch.float32, torch.bfloat16):
         for case in cases:

@@ -33,18 +33,15 @@ def fold(
         sums: float32 [4, n]: the running maximum m; Σ exp(z − m); Σ (z − m) · exp(z − m); and the target's logit, valid
             once the target's tile has been processed.
     """
-    for rows in _blocks(logits):
-        z = _prepared(logits[rows], scale, kept, rows)
+    for rows in blocks(logits):
+        z = prepared(logits[rows], scale, kept, rows)
         maximum, total, total_d, target_z = sums[:, rows]
-        target_z += _pick(z, targets[rows])
-        raised = torch.maximum(maximum, z.amax(1))
-        rise = raised - maximum
-        d = z.sub_(raised[:, None])
-        p = d.exp()
-        shrunk = torch.exp(-rise)
-        total_d.sub_(rise * total).mul_(shrunk).add_(d.mul_(p).sum(1))
-        total.mul_(shrunk).add_(p.sum(1))
-        maximum.copy_(raised)
+        target_z += pick(z, targets[rows])
+        rise = raise_maximum(maximum, z)
+        rescale(rise, total, (total_d, rise))
+        p = z.exp()
+        total_d += z.mul_(p).sum(1)
+        total += p.sum(1)
 
 
 def to_gradient(
@@ -64,21 +61,44 @@ def to_gradient(
         coefficients: float32 [3, n]: a, b, c.
         gradient: [n, v], any dtype; may be the same tensor as `logits`.
     """
-    for rows in _blocks(logits):
+    for rows in blocks(logits):
         a, b, c = coefficients[:, rows]
-        log_p = _prepared(logits[rows], scale, kept, rows).sub_(log_sum_exp[rows, None])
+        log_p = prepared(logits[rows], scale, kept, rows).sub_(log_sum_exp[rows, None])
         p = log_p.exp()
         part = torch.addcmul(a[:, None], b[:, None], log_p, out=log_p).mul_(p)
-        _add_at(part, targets[rows], c)
+        add_at(part, targets[rows], c)
         gradient[rows] = part
 
 
-def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+def raise_maximum(maximum: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """Raise each row's running maximum to its largest z, and subtract it from z, in place. Return the rise, [n]."""
+    raised = torch.maximum(maximum, z.amax(1))
+    rise = raised - maximum
+    z.sub_(raised[:, None])
+    maximum.copy_(raised)
+    return rise
+
+
+def rescale(rise: torch.Tensor, total: torch.Tensor, *weighted: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Make running sums relative to a maximum m that has risen, in place.
+
+    Args:
+        rise: [n].
+        total: Σ exp(z − m), [n].
+        weighted: pairs of Σ x · exp(z − m), [n], and the amount by which x decreases.
+    """
+    shrunk = torch.exp(-rise)
+    for total_x, decrease in weighted:
+        total_x.sub_(decrease * total).mul_(shrunk)
+    total.mul_(shrunk)
+
+
+def blocks(logits: torch.Tensor) -> Iterator[slice]:
     num_rows = max(BLOCK // logits.shape[1], 1)
     return (slice(start, start + num_rows) for start in range(0, logits.shape[0], num_rows))
 
 
-def _prepared(logits: torch.Tensor, scale: torch.Tensor | None, kept: torch.Tensor | None, rows: slice) -> torch.Tensor:
+def prepared(logits: torch.Tensor, scale: torch.Tensor | None, kept: torch.Tensor | None, rows: slice) -> torch.Tensor:
     if scale is not None:
         logits *= scale[rows, None]
     if kept is not None:
@@ -91,13 +111,13 @@ def _inside(columns: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tens
     return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)[:, None]
 
 
-def _pick(z: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def pick(z: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Return z[i, columns[i]], or 0 if that column is not in this tile."""
     inside, columns = _inside(columns, z.shape[1])
     return z.gather(1, columns)[:, 0].where(inside, 0)
 
 
-def _add_at(gradient: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
+def add_at(gradient: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
     """Add values[i] to gradient[i, columns[i]] if that column is in this tile."""
     inside, columns = _inside(columns, gradient.shape[1])
     gradient.scatter_add_(1, columns, (values * inside)[:, None])

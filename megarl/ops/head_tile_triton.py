@@ -53,13 +53,26 @@ def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str,
 
 
 @triton.jit
-def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
-    """Return the row's scaled logits at these columns, float32 [block], with NEVER for columns with probability 0."""
+def load_logits(logits, row, columns, width, row_stride, scale):
+    """Return the row's scaled logits at these columns, float32 [block], with NEVER for columns outside the tile."""
     inside = columns < width
-    z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0) * scale
+    return tl.where(inside, tl.load(logits + row * row_stride + columns, mask=inside, other=0.0) * scale, NO_LOGIT)
+
+
+@triton.jit
+def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
+    """Same as load_logits, but with NEVER for all columns with probability 0."""
+    z = load_logits(logits, row, columns, width, row_stride, scale)
     if has_kept:
-        inside = inside & (tl.load(kept + row * width + columns, mask=inside, other=0) != 0)
-    return tl.where(inside, z, NO_LOGIT)
+        z = tl.where(tl.load(kept + row * width + columns, mask=columns < width, other=0) != 0, z, NO_LOGIT)
+    return z
+
+
+@triton.jit
+def raise_maximum(maximum, z):
+    """Return the running maximum raised to the largest z, its rise, and z relative to it."""
+    raised = tl.maximum(maximum, tl.max(z))
+    return raised, raised - maximum, z - raised
 
 
 @triton.jit
@@ -90,14 +103,11 @@ def _fold(
         columns = start + tl.arange(0, block)
         z = _load(logits, kept, row, columns, width, row_stride, scale, has_kept)
         target_z += tl.sum(tl.where((columns == target) & (columns < width), z, 0.0))
-        raised = tl.maximum(maximum, tl.max(z))
-        rise = raised - maximum
+        maximum, rise, d = raise_maximum(maximum, z)
         shrunk = tl.exp(-rise)
-        d = z - raised
         p = tl.exp(d)
         total_d = (total_d - rise * total) * shrunk + tl.sum(p * d)
         total = total * shrunk + tl.sum(p)
-        maximum = raised
     tl.store(sums, maximum)
     tl.store(sums + sums_stride, total)
     tl.store(sums + 2 * sums_stride, total_d)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.ops import head_tile, linear_head
+from megarl.ops import head_tile, output_layer
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import expected, limit, relative_error
 from tests.forked import run_ranks
@@ -48,7 +48,7 @@ def variant(whole_inputs: dict, truncated: bool) -> dict:
 def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple]:
     """Return this rank's value, its part of the hidden gradient and its own gradients, by size and variant."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    linear_head.CPU_TILE, head_tile.BLOCK = (16, 24), 100
+    output_layer.CPU_TILE, head_tile.BLOCK = (16, 24), 100
     results = []
     for vocab, padded in SIZES:
         for truncated in (False, True):

@@ -24,6 +24,9 @@ from tests.attention_reference import plain_attention
 from tests.closeness import Expected, relative_error
 from tests.gpu.gpus import needs_gpus, run_on_gpus
 from tests.gpu.models import MODELS, write_model
+from tests.interpreted_divergence import CASES as DIVERGENCE_CASES
+from tests.interpreted_divergence import KINDS as DIVERGENCES
+from tests.interpreted_divergence import check as check_divergence
 from tests.interpreted_head import CASES, check
 from tests.interpreted_layers import ROTATIONS, SWIGLU_CLAMPS, SWIGLU_SHAPES, check_rotation, check_swiglu
 from tests.packing import documents
@@ -207,6 +210,16 @@ def test_head_kernels_equal_full_logits(dtype):
     torch.backends.cuda.matmul.allow_tf32 = False
     for case in CASES:
         check(dtype, *case, device="cuda")
+    for case in DIVERGENCE_CASES:
+        check_divergence(dtype, *case, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("kind", "beta"), [pytest.param(*kind, marks=needs_gpus(1, can_rehearse=False)) for kind in DIVERGENCES]
+)
+def test_divergence_in_several_tiles_equals_full_logits(kind, beta):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    check_divergence(torch.bfloat16, kind, beta, True, True, "cuda", (4097, 33333))
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,17 @@ def test_head_is_measured_against_full_logits(tmp_path):
     assert [len(result[side]["seconds"]) for side in ("plain", "tiled")] == [2, 2]
 
 
+@pytest.mark.exhaustive
+def test_divergences_are_measured_against_the_head(tmp_path):
+    sizes = ["--shape", "tiny", "--samples", "4", "--prompt", "20", "--response", "12"]
+    output_of("training_step.py", "divergence", *sizes, "--out", str(tmp_path / "divergence.json"))
+    result = json.loads((tmp_path / "divergence.json").read_text())
+    assert result["divergences"].keys() == {"forward_kl", "reverse_kl", "jsd"}
+    for sides in result["divergences"].values():
+        assert sides["ratio_to_head"] == sides["tiled"]["median_seconds"] / result["tiled"]["median_seconds"]
+        assert sides["share_of_logits"]["tiled"] == sides["tiled"]["extra_bytes"] / (128 * 512 * 4)
+
+
 def test_shared_prefix_updates_meet_their_target():
     recorded = figures.result("shared_prefixes")["cases"]
     assert recorded.keys() == shared_prefixes.CASES.keys()

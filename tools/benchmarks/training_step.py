@@ -1,5 +1,5 @@
 """Measure megarl's training step: against transformers and TRL, packed against padded samples, memory against its
-closed form, the time that a checkpoint blocks training, and the tiled head against full logits.
+closed form, the time that a checkpoint blocks training, and the tiled head and divergences against full logits.
 
 .venv/bin/python tools/benchmarks/training_step.py equal --out tools/benchmarks/results/step_equal.json
 """
@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from benchmark import in_new_process, run_benchmark, run_logged
@@ -24,7 +24,9 @@ from quickstart import build_environment
 from training_case import SHAPES, Case, Ids, equal_lengths, mixed_lengths, padded, peak_rss_bytes, timed
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megarl.ops.divergence import DivergenceKind, divergence, plain_divergence
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
+from megarl.ops.output_layer import OutputLayer
 
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """Environment variables with which glibc returns freed memory, so that resident memory is close to memory in use."""
@@ -108,12 +110,30 @@ def saving_against_copy(arguments: argparse.Namespace, work: Path) -> dict[str, 
 def tiled_against_full_logits(arguments: argparse.Namespace, _: Path) -> dict[str, Any]:
     """Compare the head's forward and backward pass with full logits, on as many rows as an update has tokens."""
     hf_config = SHAPES[arguments.shape]
-    vocabulary, hidden, tokens = hf_config["vocab_size"], hf_config["hidden_size"], case_of(arguments).num_tokens
+    sizes = dict(vocabulary=hf_config["vocab_size"], hidden=hf_config["hidden_size"], dtype="float32")
+    sizes["tokens"] = case_of(arguments).num_tokens
+    return sizes | sides_of_head(sizes, arguments.updates)
+
+
+def divergences_against_full_logits(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Compare each divergence's forward and backward pass with full logits of both models, and with the head's. The
+    teacher is as large as the student."""
+    found = tiled_against_full_logits(arguments, work)
+    kinds: dict[str, Any] = {kind: sides_of_head(found, arguments.updates, kind) for kind in get_args(DivergenceKind)}
+    for sides in kinds.values():
+        sides["ratio_to_head"] = sides["tiled"]["median_seconds"] / found["tiled"]["median_seconds"]
+    return {**found, "divergences": kinds}
+
+
+def sides_of_head(
+    sizes: Mapping[str, Any], repeats: int, divergence_kind: DivergenceKind | None = None
+) -> dict[str, Any]:
+    vocabulary, hidden, tokens = (sizes[name] for name in ("vocabulary", "hidden", "tokens"))
     plain, tiled = (
-        in_new_process(head_side, is_tiled, vocabulary, hidden, tokens, arguments.updates) for is_tiled in (False, True)
+        in_new_process(head_side, is_tiled, vocabulary, hidden, tokens, repeats, divergence_kind)
+        for is_tiled in (False, True)
     )
     return {
-        **dict(vocabulary=vocabulary, hidden=hidden, tokens=tokens, dtype="float32"),
         "ratio_of_seconds": tiled["median_seconds"] / plain["median_seconds"],
         "share_of_logits": {"tiled": tiled["extra_bytes"] / (tokens * vocabulary * 4)},
         "plain": plain,
@@ -121,21 +141,39 @@ def tiled_against_full_logits(arguments: argparse.Namespace, _: Path) -> dict[st
     }
 
 
-def head_side(is_tiled: bool, vocabulary: int, hidden_size: int, num_tokens: int, repeats: int) -> dict[str, Any]:
-    """Measure one side with all cores. The peak memory is that of the first pass, including the libraries' setup; that
-    pass is not timed."""
+def head_side(
+    is_tiled: bool,
+    vocabulary: int,
+    hidden_size: int,
+    num_tokens: int,
+    repeats: int,
+    divergence_kind: DivergenceKind | None = None,
+) -> dict[str, Any]:
+    """Measure one side with all cores: log-prob and entropy, or a divergence. The peak memory is that of the first
+    pass, including the libraries' setup; that pass is not timed."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, hidden_size, generator=generator, requires_grad=True)
     weight = torch.empty(vocabulary, hidden_size).normal_(std=hidden_size**-0.5, generator=generator).requires_grad_()
     targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
     gradients = torch.randn(num_tokens, 2, generator=generator)
+    teacher = None
+    if divergence_kind is not None:
+        sizes = ((num_tokens, 1.0), (vocabulary, hidden_size**-0.5))
+        teacher = OutputLayer(
+            *(torch.empty(rows, hidden_size).normal_(std=std, generator=generator) for rows, std in sizes)
+        )
     before = peak_rss_bytes()
     if is_tiled:
         weight.main_grad = torch.ones(weight.shape).zero_()  # commits its memory
 
     def forward_backward() -> None:
         hidden.grad = weight.grad = None
+        if teacher is not None:
+            compute = divergence if is_tiled else plain_divergence
+            value = compute(hidden, weight, teacher, divergence_kind, 1.0, vocabulary)
+            value.backward(gradients[:, 0])
+            return
         if is_tiled:
             scored = log_prob_and_entropy(hidden, weight, targets, 1.0, vocabulary)
         else:
@@ -156,6 +194,7 @@ MEASUREMENTS = {
     "memory": memory_against_closed_form,
     "saving": saving_against_copy,
     "head": tiled_against_full_logits,
+    "divergence": divergences_against_full_logits,
 }
 
 

@@ -42,7 +42,7 @@ from megarl.models.flops import training_flops
 from megarl.models.folder import read_config
 from megarl.models.shape import ModelShape
 from megarl.models.token_cost import TokenCost
-from megarl.ops import linear_head
+from megarl.ops import output_layer
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from megarl.ops.packed_attention import documents_of, packed_attention
 from megarl.ops.products import add_product, put_product
@@ -214,15 +214,15 @@ def _head(hidden_size: int, vocabulary: int, num_tokens: int) -> Figures:
     weight.main_grad = torch.zeros(weight.shape, device=weight.device)  # as in the trainer
     figures["products_seconds"] = seconds_of(products, 5)
     figures["tiled"] = {}
-    before = linear_head.TILE
+    before = output_layer.TILE
     for tile in pick(TILES, [(32, 256)]):
-        linear_head.TILE = tile
+        output_layer.TILE = tile
         figures["tiled"][" x ".join(map(str, tile))] = {
             "bytes": peak_of(lambda: both("tiled")),
             "seconds": seconds_of(lambda: both("tiled"), 5),
             "forward_seconds": seconds_of(lambda: values("tiled", (hidden.detach(), weight.detach())), 5),
         }
-    linear_head.TILE = before
+    output_layer.TILE = before
     return figures
 
 

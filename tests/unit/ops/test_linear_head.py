@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.ops import head_tile, linear_head
+from megarl.ops import head_tile, output_layer
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import relative_error
 
@@ -16,7 +16,7 @@ from tests.closeness import relative_error
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles():
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(linear_head, "CPU_TILE", (8, 16))
+        monkeypatch.setattr(output_layer, "CPU_TILE", (8, 16))
         monkeypatch.setattr(head_tile, "BLOCK", 48)
         yield
 
