@@ -87,6 +87,7 @@ def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[st
                 metrics = train(config, trained.groups["actor"], groups, number)
             with watch.phase("copy"):
                 trained.copy_state(number)
+    trained.replace_leaving_node()
     context.ledger.step(number, offline_record(items, groups))
     times, samples = watch.metrics(), [sample for group in groups for sample in group]
     num_tokens = sum(sample.num_tokens for sample in samples)

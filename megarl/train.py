@@ -118,6 +118,7 @@ def step(
                 trained.copy_state(number)
             context.state.average = average
     recorded = workers.rewards.write_advantages(file, *advantages)
+    trained.replace_leaving_node()
     for attempt in trained.attempts():
         with attempt, watch.phase("refit"):
             trained.stage_actor_for_sync()

@@ -3,7 +3,8 @@
 When a rank dies, all ranks of the trained models are replaced, because the survivors' collectives have failed and their
 process groups cannot be repaired. The new ranks restore the old ranks' state from shared memory on their nodes, and the
 interrupted part of the step runs again. If a node without other processes is lost, a spare node takes its place, and
-its ranks fetch their state from copies on another node. Such copies are kept while there is a spare node.
+its ranks fetch their state from copies on another node. Such copies are kept while there is a spare node. After each
+step, a spare node also replaces a node that should leave the run before it fails.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from megarl.cluster.departures import Departures
 from megarl.cluster.failure import LostRanks
 from megarl.cluster.groups.trainers import PARTS, TrainerGroup
+from megarl.cluster.nodes.gathering import accept_connections
 from megarl.cluster.pending import Pending, join, ready
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.interrupts import interrupts
@@ -57,6 +60,11 @@ class Recovery:
         """Whether two copies of each rank's state fit, one of them on another node; None: not checked yet."""
         self._lacks_copy = False
         """Whether shared memory was full after the latest step, so that there is no copy of its state."""
+        self._delivered: dict[Role, int] = {}
+        """The latest step whose copies are on the keepers' nodes, by role."""
+        self._departures = Departures()
+        self._printed = set[str]()
+        """Lines about nodes that could not be replaced."""
         self.disconnect: list[Callable[[], None]] = []
         """Callbacks that make other processes close their mappings of the old ranks' GPU memory, which frees it."""
 
@@ -73,7 +81,8 @@ class Recovery:
                 yield
                 is_done = True
             except LostRanks as loss:
-                self._replace(loss)
+                self._require_copies(loss)
+                self._replace(str(loss))
 
         while not is_done:
             yield attempt()
@@ -125,52 +134,114 @@ class Recovery:
             print(f"recovery: copied the state after step {step}; lost ranks are replaced again", flush=True)
         self._copied, self._lacks_copy, self._num_replaced = step, bool(problem), 0
 
-    def note_undelivered(self, problem: str) -> None:
-        """Record that a keeper's shared memory was full. No further copies are delivered, because every attempt would
-        delay a step."""
-        self._kept_copies_fit = False
-        print(f"recovery: no copies on other nodes, so the loss of a node ends the attempt. {problem}", flush=True)
+    def note_delivered(self, role: Role, step: int, problem: str) -> None:
+        """Record that keepers have received the copies of this model's ranks after `step`, or that a keeper's shared
+        memory was full (`problem`). No further copies are then delivered, because every attempt would delay a step."""
+        if problem:
+            self._kept_copies_fit = False
+            print(f"recovery: no copies on other nodes, so the loss of a node ends the attempt. {problem}", flush=True)
+        else:
+            self._delivered[role] = step
+
+    def replace_leaving_node(self) -> None:
+        """Replace a node that should leave the run before it fails, if a spare node can take its place: on request,
+        because its devices have new errors, or because they are slow. Call this after `copy_state`, so that no work is
+        repeated. Replaces at most one node, because keepers on a second one would be lost with it."""
+        members = self._session.members
+        if len(members) == 1 or self._copied is None or self._lacks_copy or interrupts.is_signaled:
+            return
+        for attempt in self.attempts():
+            with attempt:
+                self._observe_devices()
+        for number, reason in (self._departures.reasons() | members.leave_requests()).items():
+            if obstacle := self._obstacle(number):
+                self._print_once(f"recovery: node {members.name(number)} should leave the run: {reason}. {obstacle}")
+            elif all(self._delivered.get(role) == self._copied for role in self._roles_on(number)):
+                members.dismiss(number)
+                self._replace(f"node {members.name(number)} leaves the run: {reason}", task="move")
+                break
+
+    def _observe_devices(self) -> None:
+        """Examine the devices of one model at a time, because models may share them."""
+        nodes, states = {}, []
+        for group in self._groups.values():
+            nodes |= dict(zip(group.actors, group.nodes, strict=True))
+            states += group.examine_device().result()
+        self._departures.observe(nodes, states)
+
+    def _roles_on(self, number: int) -> list[Role]:
+        return [role for role, group in self._groups.items() if number in group.nodes]
+
+    def _obstacle(self, number: int) -> str:
+        """Return why no spare node can replace this node now, and a remedy; "" if one can."""
+        alone = [f"all ranks of the {role}" for role in self._roles_on(number) if not keepers(self._groups[role].nodes)]
+        if others := self._session.not_replaceable([number]) or alone:
+            return (
+                f"The run continues, because no spare node can take over {', '.join(others)}. Fix: end the run, and "
+                "resume it on other nodes with resume=auto"
+            )
+        spares = self._session.members.spare_nodes()
+        if not spares or not accept_connections(spares[:1]):
+            folder = self._session.logs.parents[1]
+            return f"The run continues, because it has no spare node. Fix: run megarl join {folder} on another node"
+        if self._kept_copies_fit is False:
+            return "The run continues, because copies on other nodes do not fit. Fix: enlarge /dev/shm"
+        return ""
+
+    def _print_once(self, line: str) -> None:
+        if line not in self._printed:
+            self._printed.add(line)
+            print(line, flush=True)
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Return metrics of the replacements since the last call, or an empty dict if there were none."""
-        if not self._num_unreported:
-            return {}
-        metrics = {"recovery/replacements": Metric(self._num_unreported), "time/recovery": Metric(self._seconds)}
+        """Return metrics of the replacements since the last call, if there were any, and the slowest node's slowdown
+        if it was measured."""
+        metrics = {}
+        if self._departures.slowdown is not None:
+            metrics["cluster/slowest_node"] = Metric(self._departures.slowdown)
+        if self._num_unreported:
+            metrics |= {"recovery/replacements": Metric(self._num_unreported), "time/recovery": Metric(self._seconds)}
         self._num_unreported, self._seconds = 0, 0.0
         return metrics
 
-    def _replace(self, loss: LostRanks) -> None:
-        """Replace all ranks, and replace them again if more ranks are lost in the meantime. Raise RunFailure if there
-        are no copies of the latest state, if the run has received a termination signal, or if the step has lost ranks
-        too often."""
+    def _require_copies(self, loss: LostRanks) -> None:
+        """Raise the loss if there are no copies of the latest state, or if the run has received a termination
+        signal."""
+        if self._fits is False or self._lacks_copy or interrupts.is_signaled:
+            raise loss
+
+    def _replace(self, cause: str, task: str = "recover") -> None:
+        """Replace all ranks, and replace them again if more ranks are lost in the meantime. Raise RunFailure if these
+        cannot be replaced, or if the step has lost ranks too often. `task` names the replacement in the trace."""
         begin = time.time()
         while True:
-            if self._fits is False or self._lacks_copy or interrupts.is_signaled:
-                raise loss
             self._num_replaced += 1
             self._num_unreported += 1
             if self._num_replaced > MAX_REPLACEMENTS:
                 raise RunFailure(
-                    f"a rank was lost again after {MAX_REPLACEMENTS} replacements in this step. Last cause: {loss}"
+                    f"a rank was lost again after {MAX_REPLACEMENTS} replacements in this step. Last cause: {cause}"
                 )
-            print(f"recovery: replacing all ranks of the trained models. Cause: {loss}", flush=True)
+            print(f"recovery: replacing all ranks of the trained models. Cause: {cause}", flush=True)
             try:
                 self._restart()
                 break
             except LostRanks as further:
-                loss = further
+                self._require_copies(further)
+                cause = str(further)
         end = time.time()
         self._seconds += end - begin
-        self._session.trace.record("recover", begin, end)
+        self._session.trace.record(task, begin, end)
         state = "their initial state" if self._copied is None else f"their state after step {self._copied}"
         print(f"recovery: replaced the ranks in {end - begin:.1f} s and restored {state}", flush=True)
 
     def _restart(self) -> None:
+        self._delivered.clear()
         for group in self._groups.values():
             group.kill()
         for disconnect in self.disconnect:
             disconnect()
-        self._session.replace_lost_nodes()
+        for number in self._session.replace_lost_nodes():
+            self._departures.forget(number)
         restored: list[Pending[Any]] = []
         for role, group in self._groups.items():
             group.launch()

@@ -281,8 +281,7 @@ class Session:
         if self._rendezvous is not None:
             self._rendezvous.note_lost(names)
         message = f"{phase}lost {', '.join(f'node {name}' for name in names)}. See {self.logs}"
-        placed = {name for number in lost for name in self._placed.get(number, ())}
-        others, num_spares = sorted(placed - self._replaceable.keys()), len(self.members.spare_nodes())
+        others, num_spares = self.not_replaceable(lost), len(self.members.spare_nodes())
         if not self._replaceable or not is_replaceable:
             reason = ""
         elif others:
@@ -296,14 +295,20 @@ class Session:
             return self._lost_ranks(message)
         return RunFailure(f"{message}{reason}. Fix: replace these nodes and resume the run")
 
-    def replace_lost_nodes(self) -> None:
-        """Replace lost nodes with spare nodes, which take over their numbers. Raise RunFailure if this is
-        impossible."""
+    def not_replaceable(self, numbers: Collection[int]) -> list[str]:
+        """Return the names of the processes on these nodes that a spare node cannot take over."""
+        placed = {name for number in numbers for name in self._placed.get(number, ())}
+        return [*(["the driver"] if 0 in numbers else []), *sorted(placed - self._replaceable.keys())]
+
+    def replace_lost_nodes(self) -> Sequence[int]:
+        """Replace lost and dismissed nodes with spare nodes, which take over their numbers. Return the numbers. Raise
+        RunFailure if this is impossible."""
         if lost := self.members.lost():
             error = self._lost_nodes(lost, "")
             if not isinstance(error, LostRanks):
                 raise error
             self.members.replace(lost)
+        return lost
 
     def _lost_ranks(self, message: str) -> LostRanks:
         """Return the error for the loss of replaceable processes, and drop their calls and all failed calls."""

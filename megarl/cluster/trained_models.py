@@ -68,16 +68,20 @@ class TrainedModels:
                 role: partial(group.copy_state, step) for role, group in self.groups.items()
             }
             problem = next(filter(None, self.run(copying, parts=("parameters",)).values()), "")
-            for group in () if problem else self.groups.values():
-                keepers = self.recovery.keepers(group)
-                if keepers and (undelivered := group.deliver_copies(step, keepers).result()):
-                    self.recovery.note_undelivered(undelivered)
+            for role, group in () if problem else self.groups.items():
+                if keepers := self.recovery.keepers(group):
+                    self.recovery.note_delivered(role, step, group.deliver_copies(step, keepers).result())
             self.recovery.note_copied(step, problem)
             for group in self.groups.values() if self.has_spare_processes else ():
                 group.refill_spare_processes()
 
+    def replace_leaving_node(self) -> None:
+        """Replace a node that should leave the run, at the end of a step. See Recovery.replace_leaving_node."""
+        if self.recovery is not None:
+            self.recovery.replace_leaving_node()
+
     def take_metrics(self) -> dict[str, Metric]:
-        """Return metrics on lost ranks since the last call."""
+        """Return metrics on the replacement of ranks since the last call."""
         return {} if self.recovery is None else self.recovery.take_metrics()
 
     def run(self, tasks: Mapping[Role, Callable[[], Pending[Any]]], parts: Collection[Part] = PARTS) -> dict[Role, Any]:

@@ -60,7 +60,7 @@ EXTRAS = {
         *("megatron", "torch", "ray", "aiohttp", "transformers", "jinja2", "safetensors", "tokenizers", "pyarrow"),
         *("rich", "bm25s", "httpx", "regex"),
     ),
-    "gpu": ("vllm", "transformer_engine", "fla"),
+    "gpu": ("vllm", "pynvml", "transformer_engine", "fla"),
     "rewards": ("math_verify", "latex2sympy2_extended", "antlr4", "sympy", "reasoning_gym"),
     "trackers": ("tensorboard", "wandb", "mlflow", "trackio"),
     "images": ("diffusers", "PIL"),

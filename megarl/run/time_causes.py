@@ -38,8 +38,9 @@ KEPT = ("rollout", "long_rollouts", "idle_trainers", "reward", "train", "idle_en
 LOST_WITH_STEP = (*KEPT, "evaluation")
 """Causes that become `repeated` if their step is repeated."""
 
-DETECT, RECOVER = "detect", "recover"
-"""Prefixes of the driver's tasks in the trace while it detects a failure, and while it replaces lost processes."""
+DETECT, RECOVER, MOVE = "detect", "recover", "move"
+"""Prefixes of the driver's tasks in the trace while it detects a failure, while it replaces lost processes, and while
+it moves processes to a spare node, after which no work is repeated."""
 
 SAVE, ROLLOUT, TRAIN = "save", "rollout", "train"
 PHASES = {SAVE: "checkpoint", "copy": "checkpoint", "evaluation": "evaluation", "reward": "reward", "refit": "refit"}
@@ -144,7 +145,7 @@ def step_seconds(
         task = "" if span is None else span.task
         if task.startswith(DETECT):
             seconds["detection"] += (right - left) * used
-        elif task.startswith(RECOVER):
+        elif task.startswith((RECOVER, MOVE)):
             seconds["restart/in place"] += (right - left) * used
         elif right <= recovered and not task:
             seconds["repeated"] += (right - left) * used

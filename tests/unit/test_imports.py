@@ -379,6 +379,7 @@ DISTRIBUTIONS = {
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
     "pydantic_core": "pydantic",
+    "pynvml": "nvidia-ml-py",
     "triton": "torch",
     "yaml": "pyyaml",
 }

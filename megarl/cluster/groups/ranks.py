@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -161,7 +161,7 @@ class RankGroup(WorkerGroup):
         self._arguments = config, role, model_folder
         super().__init__(session, role.replace("_", " "), {})
         self.num_launches = 0
-        self._spares = SpareProcesses(processes, self._create, session.logs)
+        self._spares = SpareProcesses(processes, self._create_spare, session.logs)
         self.launch()
         self._process_ids: Mapping[Process, ProcessId] = {}
         self._data_parallel_ranks: list[int] = []
@@ -201,12 +201,19 @@ class RankGroup(WorkerGroup):
         actor_class = self._session.on_node(self.actor_class, process)
         return actor_class.remote(*self._arguments, process, self._session.logs)
 
+    def _create_spare(self, process: Process) -> ActorHandle:
+        """Start a spare process for a rank, on the rank's node. It has a name of its own until it becomes the rank."""
+        actor_class = self._session.on_node(self.actor_class, process)
+        spare = replace(process, role=f"spare-{process.role}")
+        return actor_class.remote(*self._arguments, spare, self._session.logs)
+
     def kill(self) -> None:
         """Kill the ranks' processes, including suspended ones, which Ray cannot end, and wait until they are gone.
-        Processes on lost nodes are not awaited."""
+        Processes on lost and dismissed nodes are not awaited."""
         for actor in self._actors.values():
             ray.kill(actor)
         calls, lost = {}, self._session.members.lost()
+        self._spares.drop([p.name for p in self._processes if p.node.number in lost])
         placed = {p.node.number: p for p in self._process_ids if p.node.number not in lost}
         for node in placed.values():
             ids = [process_id for process, process_id in self._process_ids.items() if process.node == node.node]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -39,7 +39,7 @@ class SpareProcesses:
     that has died is started again, and a rank without a spare starts in a new process."""
 
     def __init__(self, processes: Sequence[Process], create: Callable[[Process], ActorHandle], logs: Path):
-        """`create` starts the actor of a rank. Spares have their own logs until they become ranks."""
+        """`create` starts the actor of a rank's spare. Spares have their own logs until they become ranks."""
         self._processes, self._create, self._logs = {process.name: process for process in processes}, create, logs
         self._spares: dict[str, _Spare] = {}
         self._num_failed: Counter[str] = Counter()
@@ -49,11 +49,16 @@ class SpareProcesses:
         self._update()
         for name, process in self._processes.items():
             if name not in self._spares and self._num_failed[name] < MAX_FAILURES:
-                actor = self._create(replace(process, role=f"spare-{process.role}"))
+                actor = self._create(process)
                 self._spares[name] = _Spare(actor, actor.call.remote("prepare"))
         for spare in self._spares.values():
             if spare.is_ready:
                 spare.call = spare.actor.__ray_ready__.remote()  # fails if the process has died
+
+    def drop(self, names: Collection[str]) -> None:
+        """Kill the spares of these ranks, because the ranks move to another node."""
+        for name in self._spares.keys() & names:
+            ray.kill(self._spares.pop(name).actor)
 
     def take(self) -> Mapping[str, ActorHandle]:
         """Promote the spares that are ready to ranks, and return their actors by rank name. Kill the others, because a

@@ -12,6 +12,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from megarl.cluster.departures import DeviceState
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.groups.remote import remote, share
 from megarl.cluster.pending import Pending, join
@@ -22,6 +23,7 @@ from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import make_memory_folder, own_scratch
 from megarl.config.model_schema import Lora, Role
 from megarl.config.schema import Config
+from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
 from megarl.core.errors import InfrastructureFailure
 from megarl.core.files import DISK_FULL
@@ -67,6 +69,9 @@ class TrainerRank(RankActor):
 
     def restore_state(self, step: int, keepers: Sequence[int]) -> None:
         self._worker.restore_state(step, make_memory_folder(own_scratch()), keepers)
+
+    def examine_device(self) -> DeviceState:
+        return DeviceState(device.error_counts(), device.probe_seconds())
 
     def old_log_probs(self, batch: LocalBatch) -> dict[str, Scores]:
         return self._keep_log_probs("old", batch)
@@ -276,6 +281,11 @@ class TrainerGroup(RankGroup):
     @remote(timeout="checkpoint")
     def restore_state(self, step: int, keepers: Sequence[int]) -> None:
         """Restore the state after `step` from copies made by earlier processes of these ranks."""
+
+    @remote(timeout="update")
+    def examine_device(self) -> DeviceState:
+        """Return the state of each rank's device."""
+        ...
 
     @remote(timeout="checkpoint")
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None: ...

@@ -4,6 +4,7 @@ ends."""
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import time
@@ -34,7 +35,7 @@ lost."""
 
 def main(folder: Path, scratch: Path, timeout_s: float, is_spare: bool) -> int:
     """Join the run in this folder, as a spare node if `is_spare`. Return the exit status: 0 if the driver ended the
-    run, 1 after a failure."""
+    run or a spare node has replaced this one, 1 after a failure."""
     try:
         join(NodeRendezvous(folder / NODES), scratch, timeout_s, is_spare)
     except RunFailure as failure:
@@ -44,10 +45,11 @@ def main(folder: Path, scratch: Path, timeout_s: float, is_spare: bool) -> int:
 
 
 def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: bool) -> None:
-    """Take part in a run until its driver ends it.
+    """Take part in a run until its driver ends it or lets this node leave.
 
-    A signal to this node does not end the process at once, because the driver may save a checkpoint first. The process
-    exits when the driver has ended the run, or shortly after checkpoint.grace_s has passed.
+    A signal to this node does not end the process at once, because the driver may save a checkpoint first, or replace
+    this node. The process exits when the driver has ended the run or released the node, or shortly after
+    checkpoint.grace_s has passed.
 
     Raises:
         UserError: this node cannot join, or no invitation arrives before the timeout.
@@ -57,7 +59,10 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: 
     while True:
         invitation = _await_invitation(rendezvous, timeout_s)
         with interrupts.grace(invitation.grace_s + MARGIN_S, is_awaited=True):
-            _take_part(rendezvous, invitation, scratch, is_spare)
+            is_released = _take_part(rendezvous, invitation, scratch, is_spare)
+        if is_released:
+            print("this node leaves the run", flush=True)
+            return
         if interrupts.is_signaled:
             raise KeyboardInterrupt
         if rendezvous.invitation() is None:
@@ -68,9 +73,10 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: 
         remove_memory_folder(scratch)
 
 
-def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path, is_spare: bool) -> None:
-    """Take part in one attempt of the run, until the driver withdraws the invitation or starts a new attempt."""
-    report = replace(_report(invitation), is_spare=is_spare)
+def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path, is_spare: bool) -> bool:
+    """Take part in one attempt of the run, until the driver withdraws the invitation, starts a new attempt, or releases
+    this node. Return whether it has released the node."""
+    report = replace(_report(invitation), is_spare=is_spare, id=secrets.token_hex(8))
     rendezvous.report(report)
     if report.problem is not None:
         raise UserError(report.problem)
@@ -84,9 +90,14 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-        answered, first_node = 0, FirstNode(invitation)
+        answered, has_requested, first_node = 0, False, FirstNode(invitation)
         while ray.poll() is None and _is_current(rendezvous, invitation) and first_node.answers():
             time.sleep(POLL_S)
+            if rendezvous.is_released(report):
+                return True
+            if interrupts.is_signaled and not has_requested:
+                has_requested = True
+                rendezvous.request_leave(report.name, "a signal ends megarl join on this node")
             if memory.peak_gb() != report.peak_gb:
                 report = replace(report, peak_gb=memory.peak_gb())
                 rendezvous.report(report)
@@ -95,7 +106,7 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
                 answered = number
                 processes.request_stacks(files)
     if not _is_current(rendezvous, invitation):
-        return
+        return False
     if not first_node.answers():
         raise RunFailure(
             f"lost the connection to the first node, {invitation.host}. Fix: see the driver's output on that node"

@@ -5,7 +5,9 @@ Files are replaced atomically and found by name, so no locks are needed.
     invitation.json     written by the driver: its Ray address and the information that other nodes need to join
     node-ADDRESS.json   written by the node with this address: its resources and peak memory
     stacks.json         written by the driver: log files that should receive stack traces
-    lost.json           written by the driver: lost nodes
+    lost.json           written by the driver: lost and replaced nodes
+    released.json       written by the driver: nodes that leave the run, because spare nodes have replaced them
+    leave-NAME          written by anyone: a request to replace the node with this name. Its first line is the reason
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megarl.core.files import read_json
+from megarl.core.errors import UserError
+from megarl.core.files import read_json, read_text, replace_text
+from megarl.core.text import printable
 from megarl.core.versions import installed_versions
 
 PACKAGES = (
@@ -35,6 +39,10 @@ PACKAGES = (
 """Distributions whose versions must agree on all nodes, in addition to Python and megarl."""
 
 NODES, INVITATION, STACKS, LOST = "nodes", "invitation.json", "stacks.json", "lost.json"
+RELEASED, LEAVE = "released.json", "leave-"
+
+MAX_REASON = 200
+"""Maximum number of characters of a request's reason that are printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,7 @@ class Report:
         problem: the reason why the node does not take part; None if it does.
         is_failure: whether the problem is a run failure rather than a user error.
         is_spare: whether the node only replaces lost nodes.
+        id: distinguishes the node from earlier ones with the same address.
     """
 
     name: str
@@ -91,6 +100,7 @@ class Report:
     problem: str | None = None
     is_failure: bool = False
     is_spare: bool = False
+    id: str = ""
 
 
 class NodeRendezvous:
@@ -102,9 +112,11 @@ class NodeRendezvous:
     def invite(self, invitation: Invitation) -> None:
         """Start a new rendezvous and remove all files left by earlier attempts."""
         self._folder.mkdir(exist_ok=True)
-        for file in self._folder.glob("*.json"):
+        for file in (*self._folder.glob("*.json"), *self._folder.glob(f"{LEAVE}*")):
             file.unlink()
-        _write(self._folder / STACKS, {"number": 0, "files": []})  # network file systems cache a missing file
+        # Network file systems cache the absence of a file.
+        _write(self._folder / STACKS, {"number": 0, "files": []})
+        _write(self._folder / RELEASED, {"ids": []})
         _write(self._folder / INVITATION, asdict(invitation))
 
     def withdraw(self) -> None:
@@ -137,6 +149,32 @@ class NodeRendezvous:
     def lost(self) -> list[str]:
         """Return the names of the nodes that this attempt has lost."""
         return (_read(self._folder / LOST) or {"names": []})["names"]
+
+    def request_leave(self, name: str, reason: str) -> None:
+        """Request that a spare node replaces the node with this name."""
+        replace_text(self._folder / f"{LEAVE}{name}", reason)
+
+    def leave_requests(self) -> dict[str, str]:
+        """Return the reasons of the pending requests to replace nodes, by node name."""
+        requests = {}
+        for file in self._folder.glob(f"{LEAVE}*"):
+            name = file.name.removeprefix(LEAVE)
+            requests[name] = f"{file} exists"
+            with suppress(FileNotFoundError, UserError):  # the reason is optional
+                if words := read_text(file).strip():
+                    requests[name] = printable(words.splitlines()[0][:MAX_REASON])
+        return requests
+
+    def release(self, report: Report) -> None:
+        """Let a node leave the run, and remove the request to replace it."""
+        _write(self._folder / RELEASED, {"ids": [*self._released(), report.id]})
+        (self._folder / f"{LEAVE}{report.name}").unlink(missing_ok=True)
+
+    def is_released(self, report: Report) -> bool:
+        return report.id in self._released()
+
+    def _released(self) -> list[str]:
+        return (_read(self._folder / RELEASED) or {"ids": []})["ids"]
 
     def request_stacks(self, files: Sequence[Path]) -> None:
         """Request stack traces from the other nodes' processes that log to these files."""

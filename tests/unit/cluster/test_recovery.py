@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.cluster import recovery
+from megarl.cluster.departures import DeviceState
 from megarl.cluster.failure import LostRanks
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.recovery import MAX_REPLACEMENTS, Recovery
@@ -17,6 +19,7 @@ from megarl.cluster.trained_models import TrainedModels
 from megarl.core.errors import RunFailure
 
 GIB = 2**30
+RESTART = ["actor kill", "disconnect", "replace nodes", "actor launch", "actor start"]
 
 
 @dataclass
@@ -33,6 +36,8 @@ class Group:
     """Error with which the delivery of copies to keepers fails, if any."""
     room: tuple[int, int] = (GIB, 9 * GIB)
     nodes: tuple[int, ...] = (0, 0)
+    errors: dict[str, int] = field(default_factory=dict)
+    """Error counts of the devices on node 1."""
 
     def _note(self, call: str, value: Any = None) -> Pending[Any]:
         self.log.append(f"{self.role} {call}")
@@ -65,6 +70,13 @@ class Group:
     def load_checkpoint(self, checkpoint: str) -> Pending[None]:
         return self._note(f"load {checkpoint}")
 
+    @property
+    def actors(self) -> dict[str, None]:
+        return {f"{self.role}-{rank}": None for rank in range(len(self.nodes))}
+
+    def examine_device(self) -> Pending[list[DeviceState]]:
+        return self._note("examine", [DeviceState(self.errors if node == 1 else {}, 1.0) for node in self.nodes])
+
     def offload(self, parts: Any) -> Pending[dict]:
         return self._note("offload", {})
 
@@ -76,28 +88,62 @@ def describe(keepers: Sequence[int]) -> str:
     return f", kept by {list(keepers)}" if keepers else ""
 
 
+@dataclass
+class Members:
+    """The nodes of a run, n0 and so on, with the names of spare nodes, and requests by node number."""
+
+    log: list[str]
+    requests: dict[int, str] = field(default_factory=dict)
+    spares: list[str] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    count: int = 3
+
+    def __len__(self) -> int:
+        return self.count
+
+    def name(self, number: int) -> str:
+        return f"n{number}"
+
+    def spare_nodes(self) -> list[str]:
+        return self.spares
+
+    def leave_requests(self) -> dict[int, str]:
+        return self.requests
+
+    def dismiss(self, number: int) -> None:
+        self.requests.pop(number, None)
+        self.lost.append(number)
+        self.log.append(f"dismiss {number}")
+
+
 class Models:
-    """Trained models with fakes of their groups, and the names of the spare nodes."""
+    """Trained models with fakes of their groups."""
 
     def __init__(self, *groups: Group, checkpoint: str | None = None, shares_devices: bool = False):
         self.log, self.spans = groups[0].log, []
         by_role = {group.role: group for group in groups}
         sharing = {role: [other for other in by_role if other != role] if shares_devices else [] for role in by_role}
-        self.spares: list[str] = []
         self.obstacle: RunFailure | None = None
+        self.members = Members(self.log)
+        self.others: list[str] = []
+        """Processes that no spare node can take over."""
         session = SimpleNamespace(
             trace=SimpleNamespace(record=lambda name, *_: self.spans.append(name)),
-            members=SimpleNamespace(spare_nodes=lambda: self.spares),
+            members=self.members,
+            logs=Path("runs/tiny/logs/attempt_1"),
             replace_lost_nodes=self._replace_nodes,
+            not_replaceable=lambda numbers: self.others,
         )
         self.recovery = Recovery(session, by_role, sharing, checkpoint)
         self.recovery.disconnect.append(lambda: self.log.append("disconnect"))
         self.trained = TrainedModels(by_role, sharing, self.recovery)
 
-    def _replace_nodes(self) -> None:
+    def _replace_nodes(self) -> list[int]:
         self.log.append("replace nodes")
         if self.obstacle is not None:
             raise self.obstacle
+        lost, self.members.lost = self.members.lost, []
+        return lost
 
     def run(self, *outcomes: Exception | None) -> int:
         """Attempt a task that has these outcomes, in order. Return the number of attempts."""
@@ -130,7 +176,7 @@ def test_ranks_get_the_state_of_the_latest_copy(capsys: pytest.CaptureFixture[st
         models.trained.copy_state(step)
     models.log.clear()
     assert models.run(loss(), None) == 2
-    assert models.log == ["actor kill", "disconnect", "replace nodes", "actor launch", "actor start", "actor restore 5"]
+    assert models.log == [*RESTART, "actor restore 5"]
     assert models.spans == ["recover"]
     output = capsys.readouterr().out
     assert (
@@ -146,7 +192,7 @@ def test_ranks_get_the_state_of_the_latest_copy(capsys: pytest.CaptureFixture[st
 def test_first_step_repeats_from_the_initial_state(checkpoint: str | None, loaded: list[str]) -> None:
     models = Models(actor(), checkpoint=checkpoint)
     assert models.run(loss(), None) == 2
-    assert models.log == ["actor kill", "disconnect", "replace nodes", "actor launch", "actor start", *loaded]
+    assert models.log == [*RESTART, *loaded]
 
 
 def test_failed_copy_leaves_the_earlier_one_in_use() -> None:
@@ -260,10 +306,10 @@ def test_room_is_counted_on_each_node() -> None:
 def test_keepers_hold_copies_while_there_is_a_spare_node() -> None:
     models = Models(actor(nodes=(0, 0, 1, 1)))
     models.trained.copy_state(1)
-    models.spares = ["n4"]
+    models.members.spares = ["n4"]
     models.trained.copy_state(2)
     models.run(loss(), None)
-    models.spares = []
+    models.members.spares = []
     models.trained.copy_state(3)
     models.run(loss(), None)
     copies = [call for call in models.log if "copy" in call or "restore" in call]
@@ -280,7 +326,7 @@ def test_keepers_hold_copies_while_there_is_a_spare_node() -> None:
 
 def test_full_keeper_only_disables_the_replacement_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     models = Models(actor(nodes=(0, 1), undelivered="/dev/shm: no room for 1.00 GiB."))
-    models.spares = ["n4"]
+    models.members.spares = ["n4"]
     for step in (1, 2):
         models.trained.copy_state(step)
     assert models.log == ["actor copy 1", "actor deliver 1, kept by [1, 0]", "actor copy 2"]
@@ -303,7 +349,7 @@ def test_node_that_cannot_be_replaced_ends_the_run() -> None:
 def test_keepers_hold_no_copies_without_room(capsys: pytest.CaptureFixture[str]) -> None:
     """Node 0 has room for its two ranks' copies, but not for those of the other node's rank, which it would keep."""
     models = Models(actor(nodes=(0, 0, 1), room=(GIB, 5 * GIB)))
-    models.spares = ["n4"]
+    models.members.spares = ["n4"]
     for step in (1, 2):
         models.trained.copy_state(step)
     assert models.log == ["actor copy 1", "actor copy 2"]
@@ -322,3 +368,155 @@ def test_models_without_recovery_have_one_attempt() -> None:
                 raise loss()
     trained.copy_state(1)
     assert trained.take_metrics() == {}
+    trained.replace_leaving_node()
+
+
+@pytest.fixture
+def connects(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of nodes that accept connections; tests may remove some."""
+    names = ["n3", "n4"]
+    monkeypatch.setattr(recovery, "accept_connections", lambda nodes: {*nodes} <= {*names})
+    return names
+
+
+def end_step(models: Models, step: int) -> list[str]:
+    """Copy the state after a step, and replace a node that should leave. Return the calls after the copies."""
+    models.trained.copy_state(step)
+    models.log.clear()
+    models.trained.replace_leaving_node()
+    return [*models.log]
+
+
+def test_spare_node_replaces_a_node_on_request(connects: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The ranks continue with their state after the step."""
+    models = Models(actor(nodes=(1, 2)))
+    models.members.spares = ["n3"]
+    assert end_step(models, 4) == ["actor examine"]
+    models.members.requests[2] = "maintenance"
+    assert end_step(models, 5) == ["actor examine", "dismiss 2", *RESTART, "actor restore 5, kept by [1, 0]"]
+    assert "Cause: node n2 leaves the run: maintenance\n" in capsys.readouterr().out
+    metrics = models.trained.take_metrics()
+    assert metrics["recovery/replacements"].value == 1 and models.spans == ["move"]
+    assert end_step(models, 6) == ["actor examine"]
+
+
+def test_node_with_a_failing_device_is_replaced(connects: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    group = actor(nodes=(1, 2), errors={"pending row remaps": 0})
+    models = Models(group)
+    models.members.spares = ["n3", "n4"]
+    assert end_step(models, 1) == ["actor examine"]
+    group.errors = {"pending row remaps": 1}
+    assert "dismiss 1" in end_step(models, 2)
+    assert (
+        "Cause: node n1 leaves the run: the device of actor-0 has new pending row remaps\n" in capsys.readouterr().out
+    )
+    assert "dismiss 1" not in end_step(models, 3), "the spare node's devices have counted these errors before"
+
+
+def test_devices_of_a_lost_node_are_forgotten(connects: list[str]) -> None:
+    """The devices of the node that has taken its place have counted more errors, but before the run."""
+    group = actor(nodes=(1, 2), errors={"pending row remaps": 0})
+    models = Models(group)
+    models.members.spares = ["n3", "n4"]
+    end_step(models, 1)
+    models.members.lost, group.errors = [1], {"pending row remaps": 1}
+    assert models.run(loss(), None) == 2
+    assert "dismiss 1" not in end_step(models, 2)
+
+
+def test_only_one_node_leaves_in_a_step(connects: list[str]) -> None:
+    """Each of two nodes may keep the only other copy of the other one's ranks. The third one has no ranks."""
+    models = Models(actor(nodes=(0, 1, 2)))
+    models.members.spares, models.members.requests = ["n3", "n4"], {1: "a", 2: "b", 5: "c"}
+    for step, number in ((1, 1), (2, 2), (3, 5)):
+        assert [call for call in end_step(models, step) if "dismiss" in call] == [f"dismiss {number}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"spares": []}, "it has no spare node. Fix: run megarl join runs/tiny on another node"),
+        ({"spares": ["n9"]}, "it has no spare node. Fix: run megarl join runs/tiny on another node"),
+        (
+            {"others": ["the driver", "engine-0"]},
+            "no spare node can take over the driver, engine-0. Fix: end the run, and resume it on other nodes with "
+            "resume=auto",
+        ),
+        (
+            {"nodes": (1, 1)},
+            "no spare node can take over all ranks of the actor. Fix: end the run, and resume it on other nodes with "
+            "resume=auto",
+        ),
+        ({"undelivered": "no room."}, "copies on other nodes do not fit. Fix: enlarge /dev/shm"),
+    ],
+    ids=["no spare", "dead spare", "other processes", "all ranks", "full keeper"],
+)
+def test_node_that_cannot_leave_is_reported_once(
+    changes: dict, line: str, connects: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = actor(nodes=changes.get("nodes", (1, 2)), undelivered=changes.get("undelivered", ""))
+    models = Models(group)
+    models.others = changes.get("others", [])
+    models.members.spares, models.members.requests = changes.get("spares", ["n3"]), {1: "maintenance"}
+    for step in (1, 2):
+        assert end_step(models, step) == ["actor examine"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "n1" in line]
+    assert lines == [f"recovery: node n1 should leave the run: maintenance. The run continues, because {line}"]
+
+
+def test_node_leaves_when_a_spare_node_has_joined(connects: list[str]) -> None:
+    """A spare that has joined since the copy has to wait: the copies are only on the ranks' own nodes."""
+    models = Models(actor(nodes=(1, 2)))
+    models.members.requests = {1: "maintenance"}
+    models.trained.copy_state(1)
+    models.members.spares = ["n3"]
+    models.trained.replace_leaving_node()
+    assert "dismiss 1" not in models.log
+    assert "dismiss 1" in end_step(models, 2)
+
+
+def test_leaving_node_waits_for_all_of_its_models(connects: list[str]) -> None:
+    """The critic's copies were not delivered, because it has all of its ranks on the node."""
+    log: list[str] = []
+    models = Models(Group("actor", log, nodes=(1, 2)), Group("critic", log, nodes=(2, 2)))
+    models.members.spares, models.members.requests = ["n3"], {2: "maintenance"}
+    assert end_step(models, 1) == ["actor examine", "critic examine"]
+    models.members.requests = {1: "maintenance"}
+    assert "dismiss 1" in end_step(models, 2)
+
+
+def test_rank_lost_before_a_node_leaves_repeats_no_step(connects: list[str]) -> None:
+    group = actor(nodes=(1, 2), losing=["examine"])
+    models = Models(group)
+    models.members.spares, models.members.requests = ["n3"], {1: "maintenance"}
+    assert end_step(models, 1) == ["actor examine", *RESTART, "actor restore 1, kept by [1, 0]", "actor examine"]
+    assert "dismiss 1" in end_step(models, 2), "the copies are delivered again"
+
+
+def test_further_loss_while_a_node_leaves_replaces_again(connects: list[str]) -> None:
+    models = Models(actor(nodes=(1, 2), losing=["start"]))
+    models.members.spares, models.members.requests = ["n3"], {1: "maintenance"}
+    calls = end_step(models, 1)
+    assert calls.count("dismiss 1") == 1 and calls.count("actor kill") == 2
+    assert calls[-1] == "actor restore 1, kept by [1, 0]"
+
+
+@pytest.mark.parametrize("reason", ["signal", "one node", "no copy"])
+def test_no_node_leaves_without_need(reason: str, connects: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    models = Models(actor(nodes=(1, 2), problem="/dev/shm is full." if reason == "no copy" else ""))
+    models.members.spares, models.members.requests = ["n3"], {1: "maintenance"}
+    models.members.count = 1 if reason == "one node" else 3
+    models.trained.replace_leaving_node()
+    assert models.log == [], "no step has ended"
+    monkeypatch.setattr(recovery, "interrupts", SimpleNamespace(is_signaled=reason == "signal"))
+    assert end_step(models, 1) == []
+
+
+def test_slowest_node_is_a_metric(connects: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    group = actor(nodes=(1, 2))
+    monkeypatch.setattr(group, "examine_device", lambda: ready([DeviceState({}, 2.0), DeviceState({}, 3.0)]))
+    models = Models(group)
+    end_step(models, 1)
+    assert {name: metric.value for name, metric in models.trained.take_metrics().items()} == {
+        "cluster/slowest_node": 1.5
+    }

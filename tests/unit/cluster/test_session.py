@@ -313,7 +313,7 @@ def test_spare_node_makes_a_lost_node_replaceable(nodes: Session, ray: FakeRay) 
     loss = lose_a_node(nodes)
     assert isinstance(loss, LostRanks) and str(loss) == "update: lost node n3. See /logs"
     assert noted(nodes) == ["n3"] and nodes.members.replaced == []
-    nodes.replace_lost_nodes()
+    assert nodes.replace_lost_nodes() == [3]
     assert nodes.members.replaced == [3]
     assert rollout.result() == Answers({"engine-0": "samples"}, set())
 
@@ -363,6 +363,12 @@ def test_engine_errors_follow_from_a_lost_node(nodes: Session) -> None:
     """An engine that receives weights from a lost node fails, but is not lost."""
     nodes.members.spare = ["n4"]
     assert isinstance(lose_a_node(nodes, **{"engine-0": Call(3, RESET)}), LostRanks)
+
+
+def test_processes_that_no_spare_node_takes_over_are_named(nodes: Session) -> None:
+    assert nodes.not_replaceable([3]) == nodes.not_replaceable([2, 3]) == []
+    assert nodes.not_replaceable([1, 3]) == ["engine-0"]
+    assert nodes.not_replaceable([0])[0] == "the driver"
 
 
 MAY_FAIL = ("engine-0", "engine-1")

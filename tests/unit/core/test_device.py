@@ -1,9 +1,13 @@
-"""Page-locked host memory for copies to and from a GPU, with a fake CUDA runtime."""
+"""Page-locked host memory and error counters of a GPU, with fakes of NVIDIA's libraries."""
 
 from __future__ import annotations
 
 import mmap
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +106,68 @@ def test_helper_thread_computes_on_one_core() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+class Nvml(ModuleType):
+    """A fake of NVIDIA's management library for one device, which lacks the counters in `unsupported`."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *unsupported: str):
+        super().__init__("pynvml")
+        self.__spec__ = ModuleSpec("pynvml", None)
+        self._unsupported, self._is_initialized = unsupported, False
+
+    def nvmlInit(self) -> None:
+        self._is_initialized = True
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        assert self._is_initialized
+        return self._unless_unsupported("handle", uuid)
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: str, kind: int, counter: int) -> int:
+        assert (handle, kind, counter) == ("GPU-1234", 1, 0)
+        return self._unless_unsupported("errors", 5)
+
+    def nvmlDeviceGetRemappedRows(self, handle: str) -> tuple[int, int, int, int]:
+        assert handle == "GPU-1234"
+        return self._unless_unsupported("rows", (7, 8, 1, 0))
+
+    def _unless_unsupported(self, name: str, value: Any) -> Any:
+        if name in self._unsupported:
+            raise self.NVMLError
+        return value
+
+
+ERRORS, ROWS = {"uncorrected memory errors": 5}, {"pending row remaps": 1, "failed row remaps": 0}
+
+
+@pytest.mark.parametrize(
+    ("unsupported", "counts"),
+    [((), ERRORS | ROWS), (("errors",), ROWS), (("rows",), ERRORS), (("handle",), {})],
+    ids=["all", "no errors", "no rows", "no device"],
+)
+def test_supported_error_counters_are_read(monkeypatch, unsupported: tuple[str, ...], counts: dict[str, int]) -> None:
+    monkeypatch.setattr(device, "on_cuda", lambda: True)
+    monkeypatch.setattr(device, "uuid", lambda gpu: "1234")
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(*unsupported))
+    assert device.error_counts() == counts
+
+
+def test_cpu_has_no_error_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "on_cuda", lambda: False)
+    assert device.error_counts() == {} and device.probe_seconds() > 0
+
+
+def test_speed_probe_measures_its_fastest_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials take 3, 1, 4, 1 and 5 s. Each multiplies the given number of matrices."""
+    products: list[torch.Size] = []
+    times = iter([0, 3, 10, 11, 20, 24, 30, 31, 40, 45])
+    multiply = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: products.append(a.shape) or multiply(a, b, out=out))
+    monkeypatch.setattr(device, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert device.product_seconds(torch.device("cpu"), "float32", size=4, count=2) == 1
+    assert products == [(4, 4)] * 2 * device.NUM_PROBES

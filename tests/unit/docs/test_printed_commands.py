@@ -36,6 +36,7 @@ MENTIONS = (
     "megarl launch",
     "megarl plan",
     "megarl join only on the other nodes",
+    "megarl join on this node",
 )
 """Statements about a command, and command names in the help."""
 
@@ -51,6 +52,7 @@ COMMANDS = {
     "megarl doctor to check the installed packages": ("doctor", 0, ""),
     "megarl doctor that this version of vLLM is supported": ("doctor", 0, "vllm"),
     "megarl join {folder} on each missing node": ("join FOLDER --wait 0.1", 2, "no multi-node run started"),
+    "megarl join {folder} on another node": ("join FOLDER --wait 0.1", 2, "no multi-node run started"),
     "megarl join on a node with at least {invitation": ("join FOLDER --wait 0.1", 2, "no multi-node run started"),
     "megarl evaluate MODEL RECIPE": ("evaluate MODEL RECIPE", 2, "evaluation.sets=[]"),
     "megarl plan RECIPE --gpus GPUS": ("plan RECIPE --gpus 8xH100-80GB PLANNED", 0, "async"),

@@ -92,6 +92,16 @@ def test_work_before_a_recovery_is_done_again() -> None:
     }
 
 
+def test_no_work_before_a_move_is_done_again() -> None:
+    spans = driver(("train", 0, 5), ("move", 6, 10), ("refit", 10, 12))
+    assert step_seconds(0, 12, spans, Devices(shared=1)) == {
+        "train": 5,
+        "driver": 1,
+        "restart/in place": 4,
+        "refit": 2,
+    }
+
+
 def test_an_interval_without_phases_is_unexplained() -> None:
     other = [Span("trainer-0", "update", 0, 5)]
     assert step_seconds(0, 5, other, KINDS) == {"unexplained": 5 * 14, "spare": 5}
@@ -113,7 +123,19 @@ def test_start_waits_for_the_model_that_is_loaded_last() -> None:
     assert start_seconds(0, 12, spans, Devices(shared=1), "ray") == {"startup/ray": 12}
 
 
-TASKS = ["rollout", "reward", "train", "refit", "save", "evaluation", "detect", "recover state", "step 3", "other"]
+TASKS = [
+    "rollout",
+    "reward",
+    "train",
+    "refit",
+    "save",
+    "evaluation",
+    "detect",
+    "recover state",
+    "move",
+    "step 3",
+    "other",
+]
 TIMES = st.floats(-5, 25)
 SPANS = st.lists(st.builds(Span, st.sampled_from(["driver", "engine-1"]), st.sampled_from(TASKS), TIMES, TIMES))
 COUNT = st.integers(0, 5)

@@ -73,6 +73,24 @@ def test_processes_on_lost_nodes_are_not_awaited(monkeypatch: pytest.MonkeyPatch
     group = RankGroup.__new__(RankGroup)  # without processes
     group.role, group._session, group._process_ids = "actor", session, processes
     group._actors = {process.name: process.name for process in processes}
+    group._processes, dropped = list(processes), []
+    group._spares = SimpleNamespace(drop=dropped.extend)
     group.kill()
+    assert dropped == ["trainer-1"], "it would become a rank on the lost node"
     assert killed == ["trainer-0", "trainer-1", "trainer-2"]
     assert submitted == {"node 0": (0, ["id 0"]), "node 2": (2, ["id 2"])}
+
+
+def test_spare_process_is_placed_as_its_rank() -> None:
+    """A node with spare processes can be replaced, but they have logs of their own."""
+    placed, started = [], []
+
+    def on_node(_, process: Process) -> SimpleNamespace:
+        placed.append(process.name)
+        return SimpleNamespace(remote=lambda *arguments: started.append(arguments[-2].name))
+
+    group = RankGroup.__new__(RankGroup)  # without processes
+    group._session, group._arguments = SimpleNamespace(on_node=on_node, logs=None), ()
+    group.actor_class = None
+    group._create_spare(Process("trainer", 3, threads=1))
+    assert (placed, started) == (["trainer-3"], ["spare-trainer-3"])

@@ -95,7 +95,7 @@ def case(ray: Ray) -> Case:
 
 def test_ready_spares_become_the_ranks(case: Case) -> None:
     first, second = case.refill()
-    assert [actor.process.name for actor in (first, second)] == ["spare-trainer-0", "spare-trainer-1"]
+    assert [actor.process.name for actor in (first, second)] == ["trainer-0", "trainer-1"]
     assert [actor.process.threads for actor in (first, second)] == [1, 2]
     assert case.spares.take() == {"trainer-0": first, "trainer-1": second}
     assert [(call.method, call.arguments) for call in second.calls] == [
@@ -152,3 +152,11 @@ def test_spare_that_always_fails_is_given_up(case: Case) -> None:
             actor.is_dead = actor.process.index == 0
         assert sum(actor.process.index == 0 for actor in case.actors) == min(number + 1, MAX_FAILURES)
     assert list(case.spares.take()) == ["trainer-1"]
+
+
+def test_spare_of_a_rank_that_moves_is_dropped(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = case.refill()
+    case.spares.drop(["trainer-1", "trainer-7"])
+    assert second.is_killed and not first.is_killed
+    assert case.spares.take() == {"trainer-0": first}
+    assert capsys.readouterr().out == ""

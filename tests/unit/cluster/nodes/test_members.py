@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megarl.cluster.network import own_name
 from megarl.cluster.nodes import gathering
 from megarl.cluster.nodes import members as module
 from megarl.cluster.nodes.members import Members
@@ -137,3 +138,44 @@ def test_only_listening_nodes_accept_connections(monkeypatch: pytest.MonkeyPatch
         assert not gathering.accept_connections([node])
     monkeypatch.setattr(gathering.ray, "nodes", lambda: [known])
     assert not gathering.accept_connections([node])
+
+
+def test_leave_requests_are_mapped_to_numbers(members: Members, rendezvous: NodeRendezvous) -> None:
+    for name in ("n3", "n9", own_name()):
+        rendezvous.request_leave(name, f"maintenance of {name}")
+    assert members.leave_requests() == {0: f"maintenance of {own_name()}", 2: "maintenance of n3"}
+    assert Members("id 1").leave_requests() == {}
+
+
+def test_dismissed_node_leaves_when_a_spare_replaces_it(
+    members: Members, alive: dict[str, str], rendezvous: NodeRendezvous
+) -> None:
+    join(4, alive, rendezvous, id="d")
+    rendezvous.request_leave("n3", "maintenance")
+    members.dismiss(2)
+    assert members.lost() == [2] and members.spare_nodes() == [replace(report(4), id="d")]
+    assert not rendezvous.is_released(report(3))
+    members.replace(members.lost())
+    assert rendezvous.is_released(report(3)) and members.leave_requests() == {}
+    assert members.lost() == [] and members.name(2) == "n4"
+    assert members.spare_nodes() == [], "it is alive until it has noticed"
+    again = join(3, alive, rendezvous, id="c")
+    alive[again.address] = "id of its new Ray"
+    assert members.spare_nodes() == [again]
+
+
+def test_lost_node_is_not_released(members: Members, alive: dict[str, str], rendezvous: NodeRendezvous) -> None:
+    join(4, alive, rendezvous)
+    del alive["10.0.0.3"]
+    members.replace(members.lost())
+    assert not rendezvous.is_released(report(3))
+
+
+def test_spare_that_should_leave_replaces_no_node(
+    members: Members, alive: dict[str, str], rendezvous: NodeRendezvous
+) -> None:
+    leaving, other = (join(number, alive, rendezvous, id=f"spare {number}") for number in (4, 5))
+    rendezvous.request_leave("n4", "maintenance")
+    for _ in range(2):
+        assert members.spare_nodes() == [other]
+    assert rendezvous.is_released(leaving) and not rendezvous.is_released(other)

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.cluster.nodes import gathering
 from megarl.cluster.nodes.gathering import gather
-from megarl.cluster.nodes.rendezvous import INVITATION, PACKAGES, Invitation, NodeRendezvous, Report
+from megarl.cluster.nodes.rendezvous import INVITATION, MAX_REASON, PACKAGES, Invitation, NodeRendezvous, Report
 from megarl.core.errors import RunFailure, UserError
 from megarl.core.versions import installed_versions
 
@@ -140,3 +140,30 @@ def test_an_odd_invitation_is_named(rendezvous: NodeRendezvous, tmp_path: Path, 
     make(file)
     with pytest.raises(UserError, match=rf"{INVITATION}: not [^:]*(: nested too deeply)?\. Fix: [^:]*$"):
         rendezvous.invitation()
+
+
+def test_leave_requests_carry_a_printable_reason(rendezvous: NodeRendezvous, tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    (nodes / "leave-n2").touch()
+    (nodes / "leave-n3").write_text("a new \x1b[31mmotor\nand more")
+    (nodes / ".leave-n4").touch()  # is being written
+    os.mkfifo(nodes / "leave-n5")
+    rendezvous.request_leave("n-6", "x" * 1000)
+    assert rendezvous.leave_requests() == {
+        "n2": f"{nodes}/leave-n2 exists",
+        "n3": "a new \\x1b[31mmotor",
+        "n5": f"{nodes}/leave-n5 exists",
+        "n-6": "x" * MAX_REASON,
+    }
+    rendezvous.invite(replace(INVITED, id="b2"))
+    assert rendezvous.leave_requests() == {}, "an attempt starts on the nodes that its job has chosen"
+
+
+def test_released_node_may_join_again(rendezvous: NodeRendezvous) -> None:
+    first, second, other = replace(report(2), id="a"), replace(report(2), id="b"), replace(report(3), id="c")
+    rendezvous.request_leave("n2", "maintenance")
+    assert not rendezvous.is_released(first)
+    rendezvous.release(first)
+    rendezvous.release(other)
+    assert rendezvous.is_released(first) and rendezvous.is_released(other) and not rendezvous.is_released(second)
+    assert rendezvous.leave_requests() == {}
