@@ -4,10 +4,10 @@ values are plain scalars on the driver."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from megarl.core.score import NO_TOTALS, Baseline, TokenTotals
+from megarl.core.score import NO_TOTALS, Baseline, RewardPart, TokenTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class Member:
         token_reward_totals: sums over the token rewards, if tokens are compared individually.
         greedy: the reward of a greedy response to the same prompt, if the estimator uses one.
         earlier: the moving average of the mean rewards of earlier steps.
+        parts: the rewards by name, if the estimator compares them separately. The remainder of `reward` is the KL in
+            the reward, and the token rewards if they are not compared individually.
     """
 
     reward: float
@@ -27,6 +29,15 @@ class Member:
     token_reward_totals: TokenTotals = NO_TOTALS
     greedy: float = 0.0
     earlier: float = 0.0
+    parts: Mapping[str, RewardPart] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a rollout: the reward for it, and a hash of the environment's state in which it starts."""
+
+    state: int
+    reward: float
 
 
 def mean(rewards: Sequence[float]) -> float:

@@ -59,6 +59,20 @@ def sum_of_sample(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Te
     return reward.new_zeros(num_samples).index_add(0, row_sample, reward.where(mask, 0.0))
 
 
+def turns_of(mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
+    """Return the index of each row's turn, int64 [N], non-decreasing. A turn is a run of trained tokens of a sample. An
+    untrained row has the index of the turn before it; rows before the first turn have −1.
+
+    Args:
+        mask: bool [N], true for trained tokens.
+        row_sample: int64 [N], index of each row's sample, non-decreasing.
+    """
+    require_one_shape(mask=mask, row_sample=row_sample)
+    begins = mask.clone()
+    begins[1:] &= ~(mask[:-1] & (row_sample[1:] == row_sample[:-1]))
+    return begins.long().cumsum(0) - 1
+
+
 def same_sample(row_sample: torch.Tensor, distance: int) -> torch.Tensor:
     """Return bool [N]: whether the row `distance` positions later exists and belongs to the same sample."""
     same = row_sample == row_sample.roll(-distance)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +71,8 @@ def compute_advantages(
     if isinstance(spec, GroupEstimator) and spec.amplify is not None:
         factor = spec.amplify(groups)
     baselines = [spec.baselines(group, values) for group in groups]
-    if isinstance(spec, GroupEstimator) and (scale := spec.scale_over_step(groups, values)) is not None:
-        baselines = [[b if b.scale == inf else replace(b, scale=scale) for b in group] for group in baselines]
+    if isinstance(spec, GroupEstimator) and (over_step := spec.normalization(groups, values)) is not None:
+        baselines = [[over_step.apply(baseline) for baseline in group] for group in baselines]
     bound = inf if values["limit"] is None else values["limit"]
     advantages = [
         [
