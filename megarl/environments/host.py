@@ -128,7 +128,7 @@ def _plain(messages: Any) -> list[dict[str, Any]]:
 def _key(state: Any) -> str | None:
     """Return the key of a state. Raise TypeError if it is not a string."""
     if state is not None and not isinstance(state, str):
-        raise TypeError(f"state is a {type(state).__name__}. Fix: return a string, such as the state as JSON, or None")
+        raise TypeError(f"state has type {type(state).__name__}. Fix: return a string or None")
     return state
 
 

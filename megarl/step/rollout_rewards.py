@@ -19,14 +19,22 @@ Advantage of trained token t of sample s:
     reinforce_plus_plus,   outcome + Σ_s length_s − Σ_s Σ_t x_t is the reward of the last trained token of every sample;
     gae                    x_t, d_t and k_t are rewards of their tokens
 
+gdpo compares the rewards that make up R one by one: each reward function, the environment's reward and the length
+reward. The rest of R, which is Σ_s Σ_t k_t and with credit=whole also d_t, is compared as one more, without a scale.
+
+gigpo adds an advantage for the token's turn. The turns of a rollout are those of all its samples, in the order in which
+they were sampled. Each has its turn rewards; the last one also receives outcome + Σ_s length_s − Σ_s Σ_t x_t.
+
 In rewards to go, a token's reward counts only for the tokens of its own sample, because the turns of other samples do
 not continue the sample's tokens. A reward for the rollout as a whole belongs in the outcome.
 
 Weight of a rollout with n samples:
 
-    group baselines and scales, pass@k, GPG's factor, moving average,      1
-    greedy baseline, solve rates, reward metrics, limits on failures
+    group baselines and scales, pass@k, GPG's factor, GDPO's moments,      1
+    moving average, greedy baseline, solve rates, reward metrics,
+    limits on failures
     OPO's baseline                                                         its trained tokens
+    baselines and scales of GiGPO's turns                                  its turns in the state
     baseline and scale of token rewards                                    its rewarded tokens (RLOO: 1)
     whitening, token_mean, token_sum, prompt_mean_of_token_means,          its trained tokens
     imitation loss
