@@ -17,6 +17,7 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.score import RewardPart, Score
 from megarl.data.collate import add_scalars, collate
+from megarl.megatron import parallel
 from megarl.megatron.advantages import with_advantages
 from megarl.step.baselines import attach_baselines, step_normalization
 from megarl.step.dispatch import dispatch
@@ -26,6 +27,12 @@ from tests.packing import packing
 from tests.paths import QUICKSTART
 
 GIGPO = "algorithm.advantage={estimator: gigpo, std: none, turn_gamma: 0.5, turn_weight: 2.0}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    with parallel.simulated_rank(config().actor.layout, 0):
+        yield
 
 
 def ref(rollout: int, number: int, mask: str, turns: Sequence[tuple[int, int]] = (), count: int = 1) -> SampleRef:
