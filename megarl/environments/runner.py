@@ -247,7 +247,7 @@ class _Rollout:
         messages = opening["messages"]
         if messages is None and self._runner.pool.tools and prompt.messages:
             messages = prompt.messages  # the row's token ids do not describe the tools
-        self._state = state_of(opening["state"] or messages or prompt.token_ids.tolist())
+        self._state = state_of(opening["state"] or messages or prompt.messages or prompt.token_ids.tolist())
         if messages is not None:
             with _fails_rollout():
                 token_ids = await self._tokenize(self._tokens.begin, messages)

@@ -5,7 +5,6 @@ from random import Random
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.environments import Step
 from megarl.environments.registry import check_environment
 from megarl.environments.shipped.text_game import WAYS, build_house, read_command
 from tests.unit.environments.shipped.turns import question, task, turn
@@ -101,9 +100,9 @@ def test_last_command_of_a_turn_counts(text, command):
 
 def test_unknown_command_is_reported():
     player = begun(0)
-    assert asyncio.run(player.game.step(turn("dance"))) == Step(
-        "That is not a command. The commands are north, south, east, west, take, open.", reward=0.0
-    )
+    step = asyncio.run(player.game.step(turn("dance")))
+    assert step.observation == "That is not a command. The commands are north, south, east, west, take, open."
+    assert (step.reward, step.done) == (0.0, False)
 
 
 def test_chest_is_locked_without_the_key():
