@@ -287,11 +287,11 @@ class _Rollout:
         completion = await self._sample(transcript.ids, self._num_tokens_left, turn_seed(self._request.seed, number))
         context = transcript.ids[:]
         transcript.add_turn(completion)
+        part.turns.append((number, self._state))
         sampled_ids = completion.text_ids.tolist()
         with _fails_rollout():
             text, calls = await asyncio.to_thread(self._tokens.read, sampled_ids, context)
         part.text = text
-        part.turns.append((number, self._state))
         self._add_messages([{"role": "assistant", "content": self._runner.tokenizer.decode(sampled_ids)}])
         return {
             "token_ids": completion.token_ids.tolist(),
