@@ -122,7 +122,8 @@ class Scorer:
             limit = ", more than float32 can represent" if math.isfinite(invalid) else ""
             failure = f"rewards.functions: {subject} of sample {sample.id} is {invalid}{limit}"
             return Score(None, parts, failure, issues=issues), None
-        reward_parts = {name: RewardPart(part, self._weights[name]) for name, part in of_whole.items()}
+        weights = self._weights
+        reward_parts = {name: RewardPart(part, weights[name]) for name, part in of_whole.items() if name in weights}
         score = Score(value, parts, turn_rewards=_sums(by_turn, sample), reward_parts=reward_parts, issues=issues)
         if not by_token:
             return score, None
