@@ -140,7 +140,7 @@ CASES: dict[str, Case] = {
     "GiGPO": estimator("gigpo", *IN_SEARCH, steps=25, task=Search(), has_control=True, start=0.25),
     "PPO, GAE": estimator("gae", *CRITIC),
     "PPO, Bi-Level GAE": estimator(
-        "bi_level_gae", *IN_SEARCH, *CRITIC, steps=40, task=Search(), has_control=True, start=0.25
+        "bi_level_gae", *IN_SEARCH, *CRITIC, steps=25, task=Search(), has_control=True, start=0.25
     ),
     "PPO, three epochs": estimator(
         "gae",

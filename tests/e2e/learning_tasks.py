@@ -68,8 +68,8 @@ class EvenDigits(Task):
 
 class EvenAndLow(EvenDigits):
     """Write digits that are even and below 4, for two rewards. One of them is a hundred times as large as the other, so
-    their sum rewards little more than even digits. The share is the fraction of such digits: about 0.04 at the start,
-    0.5 if only the larger reward is learned."""
+    their sum rewards little more than even digits. The share is the fraction of such digits: about 0.05 at the start,
+    0.4 if only the larger reward is learned."""
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
         names = [f"{name}{'_of_another' if shuffled else ''}" for name in ("even_share", "low_hundredth")]
