@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from megarl.core.score import NO_TOTALS, Baseline, RewardPart, TokenTotals
 
@@ -38,6 +39,20 @@ class Turn:
 
     state: int
     reward: float
+
+
+class Normalization(NamedTuple):
+    """Mean and scale of the unscaled advantages reward − center over a step."""
+
+    mean: float
+    scale: float
+
+    def apply(self, baseline: Baseline) -> Baseline:
+        """Return the baseline of the normalized advantage, (reward − center − mean) / scale."""
+        if baseline.scale == math.inf:  # the advantage is 0
+            return baseline
+        center = baseline.center + self.mean
+        return replace(baseline, center=center, scale=self.scale, token_scale=self.scale)
 
 
 def mean(rewards: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from megarl.algorithms.baselines import Normalization
 from megarl.core.ranges import NonNegativeFloat, PositiveFloat, Share
 from megarl.core.score import NO_BASELINE, Baseline, TokenTotals
 
@@ -68,20 +69,6 @@ BASELINE_KINDS: Mapping[BaselineKind, str] = {
 
 NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
 """The baseline that makes every advantage 0."""
-
-
-class Normalization(NamedTuple):
-    """Mean and scale of the unscaled advantages reward − center over a step."""
-
-    mean: float
-    scale: float
-
-    def apply(self, baseline: Baseline) -> Baseline:
-        """Return the baseline of the normalized advantage, (reward − center − mean) / scale."""
-        if baseline.scale == math.inf:
-            return baseline
-        center = baseline.center + self.mean
-        return replace(baseline, center=center, scale=self.scale, token_scale=self.scale)
 
 
 class TokenAdvantages(NamedTuple):

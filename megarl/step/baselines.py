@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from megarl.algorithms.baselines import MovingAverage
-from megarl.algorithms.specs import GroupEstimator, Normalization
+from megarl.algorithms.baselines import MovingAverage, Normalization
+from megarl.algorithms.specs import GroupEstimator
 from megarl.config.algorithm_schema import Advantage
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric

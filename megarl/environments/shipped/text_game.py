@@ -121,7 +121,8 @@ class TextGameEnvironment(Environment):
         return Step(reward={"chest": CHEST_REWARD}, done=True)
 
     def _state(self) -> str:
-        """Return what the observations do not tell: the room. All rollouts of a group are in the same house."""
+        """Return the room, which observations omit, and whether the player has the key. All rollouts of a group are in
+        the same house."""
         return f"room {self.room}, {'with' if self.has_key else 'without'} the key"
 
     def _look(self) -> str:
