@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.returns import discounted_sum, same_sample, turns_of
+from megarl.algorithms.returns import discounted_sum, same_sample, temporal_differences, turns_of
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import TokenAdvantages, TokenEstimator
 from megarl.core.ranges import Share
@@ -52,13 +52,6 @@ def bi_level_gae(
     advantage = discounted_sum(delta, turn, gamma * gae_lambda)
     zeros = value.new_zeros(value.shape)
     return TokenAdvantages(zeros.masked_scatter(mask, advantage), zeros.masked_scatter(mask, advantage + now))
-
-
-def temporal_differences(
-    reward: torch.Tensor, value: torch.Tensor, continues: torch.Tensor, gamma: float
-) -> torch.Tensor:
-    """Return r_t + γ·V_{t+1} − V_t, float32 [n], with V_{t+1} = 0 where `continues`, bool [n], is false."""
-    return reward + gamma * value.roll(-1).where(continues, 0.0) - value
 
 
 SPEC = TokenEstimator(
