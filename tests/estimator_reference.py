@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean, pstdev, stdev
 from typing import Any, NamedTuple
@@ -169,6 +169,86 @@ def amplified(kl: Divergence = Divergence()) -> Estimate:
     return larger
 
 
+def over_rollouts(kl: Divergence = Divergence()) -> Estimate:
+    """Return GDPO's estimate for one reward function, normalized over all samples."""
+
+    def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
+        whole = sample_estimate(standardized, replace(kl, credit="whole"))(groups, ratios)
+        normalized = [whole[sample.id][0] for group in groups for sample, _ in group]
+        mean, deviation = fmean(normalized), stdev(normalized) + 1e-6
+        advantages = {}
+        for sample in (sample for group in groups for sample, _ in group):
+            kls = kl.rewards(sample, ratios) if kl.credit == "reward_to_go" else {}
+            advantages[sample.id] = [
+                (whole[sample.id][0] - sum(x for s, x in kls.items() if s < t) - mean) / deviation
+                for t in range(len(sample.response_ids))
+            ]
+        return advantages
+
+    return estimate
+
+
+def with_turns(gamma: float, weight: float, kl: Divergence = Divergence()) -> Estimate:
+    """Return GiGPO's estimate: GRPO's plus, for each turn, its return compared with those of turns in equal states."""
+
+    def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
+        advantages = sample_estimate(standardized, kl)(groups, ratios)
+        for group in groups:
+            found = []
+            for sample, reward in group:
+                rewards, turns = [*sample.episode.rewards], turns_of(sample)
+                if turns:
+                    rewards[-1] += reward - sum(rewards)
+                for k, (tokens, (_, state)) in enumerate(zip(turns, sample.episode.turns, strict=True)):
+                    found.append((sample, tokens, state, sum(gamma**n * r for n, r in enumerate(rewards[k:]))))
+            for sample, tokens, state, value in found:
+                same = [other for _, _, its_state, other in found if its_state == state]
+                deviation = stdev(same) if len(same) > 1 else 0.0
+                for t in tokens:
+                    advantages[sample.id][t] += weight * (value - fmean(same)) / (deviation + 1e-6)
+        return advantages
+
+    return estimate
+
+
+def turns_of(sample: Sample) -> list[list[int]]:
+    """Return the trained tokens of each turn."""
+    turns: list[list[int]] = []
+    for t in trained(sample):
+        if turns and turns[-1][-1] == t - 1:
+            turns[-1].append(t)
+        else:
+            turns.append([t])
+    return turns
+
+
+def by_turn(gamma: float, lambda_: float, turn_gamma: float, values: Tokens, kl: Divergence = Divergence()) -> Estimate:
+    """Return bi-level generalized advantage estimates, with the same λ for turns and for tokens."""
+
+    def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
+        advantages = {}
+        for sample, reward in (item for group in groups for item in group):
+            kls, state_values, turns = kl.rewards(sample, ratios), values[sample.id], turns_of(sample)
+            found = [0.0] * len(sample.response_ids)
+            ends = [turn[-1] for turn in turns]
+            rewards = [kls.get(t, 0.0) + (reward if t == ends[-1] else 0.0) for t in ends]
+            following = [*(state_values[t] for t in ends[1:]), 0.0]
+            deltas = (
+                [r + turn_gamma * after - state_values[t] for r, after, t in zip(rewards, following, ends, strict=True)]
+                if ends
+                else []
+            )
+            for turn, value in zip(turns, discounted(deltas, turn_gamma * lambda_), strict=True):
+                found[turn[-1]] = value
+                for t in turn[-2::-1]:
+                    delta = kls.get(t, 0.0) + gamma * state_values[t + 1] - state_values[t]
+                    found[t] = delta + gamma * lambda_ * found[t + 1]
+            advantages[sample.id] = found
+        return advantages
+
+    return estimate
+
+
 def token_estimate(gamma: float, kl: Divergence = Divergence()) -> Estimate:
     """Return Σ_{s≥t} γ^(s−t)·r_s over the trained tokens; the last one also receives the sample's reward."""
     return temporal_differences(gamma, 1.0, None, kl)
@@ -260,6 +340,13 @@ CASES: dict[str, EstimatorCase] = {
     "OPO": compared("opo", weighted_by_length),
     "GPG": EstimatorCase("gpg", lambda kl, world: amplified(kl)),
     "pass@k": compared("pass_at_k, k: 2", best_of(2)),
+    "GDPO": EstimatorCase("gdpo", lambda kl, world: over_rollouts(kl)),
+    "GiGPO": EstimatorCase("gigpo, turn_gamma: 0.8, turn_weight: 0.7", lambda kl, world: with_turns(0.8, 0.7, kl)),
+    "Bi-Level GAE": EstimatorCase(
+        "bi_level_gae, gamma: 0.9, gae_lambda: 0.8, turn_gamma: 0.7",
+        lambda kl, world: whitened(by_turn(0.9, 0.8, 0.7, world.lists("values"), kl)),
+        ("values",),
+    ),
     "GAE": EstimatorCase(
         "gae, gamma: 0.9, gae_lambda: 0.8",
         lambda kl, world: whitened(temporal_differences(0.9, 0.8, world.lists("values"), kl)),

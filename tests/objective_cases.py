@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from tests.parity import (
     RankResult,
     canonical,
     config_of,
+    in_environment,
     local_batch,
     random_groups,
     rank_batches,
@@ -271,10 +273,11 @@ class World:
         }
         for name in ("values", "implicit_reward"):
             others[name] = {i: torch.randn(x.shape, generator=generator) for i, x in log_probs.items()}
+        source = random.Random(4)
         sampled = [
             [
-                (dataclasses.replace(s, response_logprobs=others["rollout_logprobs"][s.id]), reward)
-                for s, reward in group
+                (dataclasses.replace(in_environment(s, source), response_logprobs=others["rollout_logprobs"][s.id]), r)
+                for s, r in group
             ]
             for group in groups
         ]

@@ -21,6 +21,7 @@ from megarl.config.load import load
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.completion import VersionRun
+from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.metrics import Metric
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample, SampleRef
@@ -35,7 +36,8 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
-from megarl.step.baselines import attach_baselines
+from megarl.rewards.process import turn_ends
+from megarl.step.baselines import attach_baselines, step_normalization
 from megarl.step.dispatch import dispatch
 from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
 from tests.grpo_reference import GrpoReference
@@ -110,6 +112,16 @@ def random_groups(seed: int) -> list[Group]:
     return groups
 
 
+def in_environment(sample: Sample, source: random.Random) -> Sample:
+    """Return the sample as a rollout whose turns, the runs of trained tokens, have random states and rewards."""
+    num_turns = len(turn_ends(sample.response_mask))
+    turns = tuple((number, source.randrange(3)) for number in range(num_turns))
+    rewards = tuple(source.choice([0.0, 0.25, -0.5]) for _ in turns)
+    info = RolloutInfo("done", num_turns, 1, {}, 0, 0)
+    episode = Episode(info, rewards, {}, None, (), first_turn=0, is_last=True, turns=turns)
+    return dataclasses.replace(sample, episode=episode)
+
+
 def labelled(groups: list[Group]) -> list[Group]:
     """Return the same samples with a label for each token."""
     return [
@@ -163,16 +175,23 @@ def rank_batches(
         greedy: reward of each prompt's greedy response, by prompt id.
         average: mean reward of earlier steps.
     """
-    totals = {name: amounts(groups, token_scores) for name, token_scores in (scores or {}).items()}
-    token_reward_totals, kl_reward_totals = (totals.get(name, {}) for name in ("implicit_reward", "kl_reward"))
+    by_name = {name: amounts(groups, token_scores) for name, token_scores in (scores or {}).items()}
+    token_reward_totals, kl_reward_totals = (by_name.get(name, {}) for name in ("implicit_reward", "kl_reward"))
     scored = [
         [
-            replace(SampleRef.of(s, s), outcome=reward, greedy=(greedy or {}).get(s.prompt.id, 0.0))
+            replace(
+                SampleRef.of(s, s),
+                outcome=reward,
+                turn_rewards=() if s.episode is None else s.episode.rewards,
+                greedy=(greedy or {}).get(s.prompt.id, 0.0),
+            )
             for s, reward in group
         ]
         for group in groups
     ]
-    samples = attach_baselines(config, scored, token_reward_totals, kl_reward_totals, MovingAverage(average, 1.0))
+    totals = token_reward_totals, kl_reward_totals
+    over_step = step_normalization(config, scored, *totals)
+    samples = attach_baselines(config, scored, *totals, MovingAverage(average, 1.0), over_step)
     return dispatch(config, samples, packing, role, scores)
 
 

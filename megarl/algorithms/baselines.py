@@ -4,10 +4,11 @@ values are plain scalars on the driver."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from megarl.core.score import NO_TOTALS, Baseline, TokenTotals
+from megarl.core.score import NO_TOTALS, Baseline, RewardPart, TokenTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Member:
         token_reward_totals: sums over the token rewards, if tokens are compared individually.
         greedy: the reward of a greedy response to the same prompt, if the estimator uses one.
         earlier: the moving average of the mean rewards of earlier steps.
+        parts: the rewards by name, if the estimator compares them separately. The remainder of `reward` is the KL in
+            the reward, and the token rewards if they are not compared individually.
     """
 
     reward: float
@@ -27,6 +30,29 @@ class Member:
     token_reward_totals: TokenTotals = NO_TOTALS
     greedy: float = 0.0
     earlier: float = 0.0
+    parts: Mapping[str, RewardPart] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a rollout: the reward for it, and a hash of the environment's state in which it starts."""
+
+    state: int
+    reward: float
+
+
+class Normalization(NamedTuple):
+    """Mean and scale of the unscaled advantages reward − center over a step."""
+
+    mean: float
+    scale: float
+
+    def apply(self, baseline: Baseline) -> Baseline:
+        """Return the baseline of the normalized advantage, (reward − center − mean) / scale."""
+        if baseline.scale == math.inf:  # the advantage is 0
+            return baseline
+        center = baseline.center + self.mean
+        return replace(baseline, center=center, scale=self.scale, token_scale=self.scale)
 
 
 def mean(rewards: Sequence[float]) -> float:

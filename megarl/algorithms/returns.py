@@ -59,6 +59,28 @@ def sum_of_sample(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Te
     return reward.new_zeros(num_samples).index_add(0, row_sample, reward.where(mask, 0.0))
 
 
+def temporal_differences(
+    reward: torch.Tensor, value: torch.Tensor, continues: torch.Tensor, gamma: float
+) -> torch.Tensor:
+    """Return r_t + γ·V_{t+1} − V_t, float32 [n], with V_{t+1} = 0 where `continues`, bool [n], is false."""
+    require_one_shape(reward=reward, value=value, continues=continues)
+    return reward + gamma * value.roll(-1).where(continues, 0.0) - value
+
+
+def turns_of(mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
+    """Return the index of each row's turn, int64 [N], non-decreasing. A turn is a run of trained tokens of a sample. An
+    untrained row has the index of the turn before it; rows before the first turn have −1.
+
+    Args:
+        mask: bool [N], true for trained tokens.
+        row_sample: int64 [N], index of each row's sample, non-decreasing.
+    """
+    require_one_shape(mask=mask, row_sample=row_sample)
+    begins = mask.clone()
+    begins[1:] &= ~(mask[:-1] & (row_sample[1:] == row_sample[:-1]))
+    return begins.long().cumsum(0) - 1
+
+
 def same_sample(row_sample: torch.Tensor, distance: int) -> torch.Tensor:
     """Return bool [N]: whether the row `distance` positions later exists and belongs to the same sample."""
     same = row_sample == row_sample.roll(-distance)

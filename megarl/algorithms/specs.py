@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from megarl.algorithms.baselines import Normalization
 from megarl.core.ranges import NonNegativeFloat, PositiveFloat, Share
 from megarl.core.score import NO_BASELINE, Baseline, TokenTotals
 
 if TYPE_CHECKING:
     import torch
 
-    from megarl.algorithms.baselines import Member
+    from megarl.algorithms.baselines import Member, Turn
     from megarl.algorithms.policy_loss import PolicyLoss
 
 Option = float | int | str | bool | None
@@ -115,11 +116,13 @@ class EstimatorSpec(Spec):
     Args:
         comparison: the kind of baseline that a reward is compared with.
         whitens: the default of `whiten`.
+        separates_rewards: whether it reads the `parts` of a Member, not just their sum.
         rules: (options, samples per prompt) -> None, or an error message with key, value, reason and remedy.
     """
 
     comparison: BaselineKind
     whitens: bool = False
+    separates_rewards: bool = False
     rules: tuple[Callable[[Options, int], str | None], ...] = ()
 
     @property
@@ -180,28 +183,38 @@ class GroupEstimator(SampleEstimator):
         compare_tokens: (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards.
         amplify: (groups in an update) -> factor that multiplies all advantages in the update.
         step_scale: (groups in a step, **arguments) -> the common scale of all samples in the step, for std_over=step.
+        step_moments: (groups in a step, **arguments) -> mean and scale of the advantages in the step, which are
+            normalized with them. None: they are not normalized. The scales of `compare` must be 1.
+        compare_turns: (turns of each rollout, **arguments) -> advantage of each turn, which is added to that of its
+            tokens.
     """
 
     comparison: BaselineKind = "group"
     compare_tokens: Callable[..., list[tuple[float, float]]] = mean_of_tokens
     amplify: Callable[[Sequence[Sequence[Member]]], float] | None = None
     step_scale: Callable[..., float] | None = None
+    step_moments: Callable[..., tuple[float, float] | None] | None = None
+    compare_turns: Callable[..., list[list[float]]] | None = None
 
     @property
     def functions(self) -> list[Signature]:
-        step = [] if self.step_scale is None else [(self.step_scale, 1, self.parameters)]
-        return [(self.compare, 1, self.parameters), (self.compare_tokens, 1, self.parameters), *step]
+        functions = (self.compare, self.compare_tokens, self.step_scale, self.step_moments, self.compare_turns)
+        return [(function, 1, self.parameters) for function in functions if function is not None]
 
     def shared_parameters(self) -> Parameters:
         over = {} if self.step_scale is None else {"std_over": (Literal["group", "step"], "group")}
         shared = SampleEstimator.shared_parameters(self)
         return {**over, **shared, "group_of_one": (Literal["zero", "reward"], "zero")}
 
-    def scale_over_step(self, groups: Sequence[Sequence[Member]], options: Options) -> float | None:
-        """Return the scale of all samples in a step, given its groups; None if each group has its own scale."""
+    def normalization(self, groups: Sequence[Sequence[Member]], options: Options) -> Normalization | None:
+        """Return the normalization over a step, given its groups; None if each group is normalized by itself."""
+        arguments = {name: options[name] for name in self.parameters}
+        if self.step_moments is not None:
+            moments = self.step_moments(groups, **arguments)
+            return None if moments is None else Normalization(*moments)
         if self.step_scale is None or options["std_over"] == "group":
             return None
-        return self.step_scale(groups, **{name: options[name] for name in self.parameters})
+        return Normalization(0.0, self.step_scale(groups, **arguments))
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
         """Return a baseline for each member. If only one member is left because the other rewards failed, its advantage
@@ -217,6 +230,15 @@ class GroupEstimator(SampleEstimator):
             replace(baseline, token_center=center, token_scale=scale)
             for baseline, (center, scale) in zip(baselines, compared, strict=True)
         ]
+
+    def turn_advantages(self, group: Sequence[Sequence[Turn]], options: Options) -> list[list[float]]:
+        """Return the advantage of each turn, given the turns of each rollout in a group. It is 0 in a group of one
+        rollout. Without `compare_turns`, return an empty list for each rollout."""
+        if self.compare_turns is None:
+            return [[] for _ in group]
+        if len(group) == 1:
+            return [[0.0] * len(turns) for turns in group]
+        return self.compare_turns(group, **{name: options[name] for name in self.parameters})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

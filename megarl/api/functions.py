@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from megarl.algorithms.specs import (
     TokenEstimator,
 )
 from megarl.core.errors import UserError
+from megarl.core.score import RewardPart
 from megarl.data.packing import Lengths, Microbatch, Packing, schedule
 from megarl.models.token_cost import TokenCost
 
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 def compute_advantages(
     estimator: str,
-    rewards: Sequence[Sequence[float]],
+    rewards: Sequence[Sequence[float | Mapping[str, float]]],
     *,
+    weights: Mapping[str, float] | None = None,
     num_tokens: Sequence[Sequence[int]] | None = None,
     greedy: Sequence[float] | None = None,
     average: float = 0.0,
@@ -45,14 +46,16 @@ def compute_advantages(
     Args:
         estimator: an estimator with one advantage per sample, such as "grpo", "rloo" or "opo"; `megarl algorithms`
             lists them.
-        rewards: one list per group, with the reward of each sample. A group consists of the samples of one prompt.
+        rewards: one list per group, with the reward of each sample, or with its rewards by name, which "gdpo" compares
+            one by one. A group consists of the samples of one prompt.
+        weights: weights of the rewards by name; 1 by default.
         num_tokens: number of trained tokens of each sample, for estimators that use it; 1 by default.
         greedy: reward of the greedy response to each prompt, for "remax".
         average: the moving average of earlier rewards, for "reinforce".
         options: the estimator's options, with the paper's values as defaults.
 
     Raises:
-        UserError: the estimator or an option is unknown or has an invalid value.
+        UserError: the estimator or an option is unknown or has an invalid value, or the estimator compares turns.
     """
     _require_name("estimator", estimator, ESTIMATORS)
     spec = ESTIMATORS[estimator]
@@ -62,18 +65,20 @@ def compute_advantages(
             f"estimator={estimator}: computes one advantage per token. Fix: use compute_token_advantages, or an "
             f"estimator such as {', '.join(_names(SampleEstimator)[:3])}"
         )
+    if isinstance(spec, GroupEstimator) and spec.compare_turns is not None:
+        raise UserError(f"estimator={estimator}: compares turns, which are not given. Fix: use grpo")
     counts = [[1] * len(group) for group in rewards] if num_tokens is None else num_tokens
     greedy = [0.0] * len(rewards) if greedy is None else greedy
     groups = [
-        [Member(reward, count, greedy=best, earlier=average) for reward, count in zip(group, each, strict=True)]
+        [_member(reward, weights or {}, count, best, average) for reward, count in zip(group, each, strict=True)]
         for group, each, best in zip(rewards, counts, greedy, strict=True)
     ]
     factor = 1.0
     if isinstance(spec, GroupEstimator) and spec.amplify is not None:
         factor = spec.amplify(groups)
     baselines = [spec.baselines(group, values) for group in groups]
-    if isinstance(spec, GroupEstimator) and (scale := spec.scale_over_step(groups, values)) is not None:
-        baselines = [[b if b.scale == inf else replace(b, scale=scale) for b in group] for group in baselines]
+    if isinstance(spec, GroupEstimator) and (over_step := spec.normalization(groups, values)) is not None:
+        baselines = [[over_step.apply(baseline) for baseline in group] for group in baselines]
     bound = inf if values["limit"] is None else values["limit"]
     advantages = [
         [
@@ -89,6 +94,16 @@ def compute_advantages(
     count, total, squares = (sum(n * advantage**power for advantage, n in weighted) for power in (0, 1, 2))
     mean, std = mean_and_std(count, total, squares, values["whiten_std"])
     return [[(advantage - mean) / (std + values["whiten_epsilon"]) for advantage in row] for row in advantages]
+
+
+def _member(
+    rewards: float | Mapping[str, float], weights: Mapping[str, float], num_tokens: int, greedy: float, average: float
+) -> Member:
+    if not isinstance(rewards, Mapping):
+        return Member(rewards, num_tokens, greedy=greedy, earlier=average)
+    parts = {name: RewardPart(value, weights.get(name, 1.0)) for name, value in rewards.items()}
+    total = sum(part.value * part.weight for part in parts.values())
+    return Member(total, num_tokens, greedy=greedy, earlier=average, parts=parts)
 
 
 def compute_token_advantages(

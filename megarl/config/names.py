@@ -298,9 +298,10 @@ def options_of(variant: type[Variant], entry: str, option: str) -> str:
     owners = [name for name, spec in variant.entries.items() if option in spec.options]
     if not owners:
         return f"{variant.key}={entry} has {has}"
+    change = f"{variant.key}={owners[0]}" if len(owners) == 1 else f"{variant.key} to one of these"
     return (
         f"{variant.key}={entry} has {has}; {option} is an option of {', '.join(owners)}. Fix: remove the key, or set "
-        f"{variant.key}={owners[0]}"
+        f"{change}"
     )
 
 

@@ -49,6 +49,8 @@ class Episode:
         stack: stack trace of the environment's error, if it raised one.
         outcome: reward for the rollout as a whole, in addition to the turn rewards.
         messages: the conversation, as text.
+        turns: for each of this sample's turns, its index within the rollout and a hash of the environment's state in
+            which it starts.
         first_turn: index within the rollout of this sample's first trained turn.
         is_last: whether this is the rollout's last sample, whose text reward functions read.
     """
@@ -62,3 +64,4 @@ class Episode:
     is_last: bool
     stack: str = ""
     outcome: float = 0.0
+    turns: tuple[tuple[int, int], ...] = ()

@@ -23,6 +23,8 @@ class RowBatch:
     scale             float64 [S]
     token_baseline    float32 [S]    baseline for per-token rewards
     token_scale       float32 [S]    scale for per-token rewards
+    turn_advantage    float32 [N]    advantage of each row's turn, in addition to its sample's; None: turns are not
+                                     compared
     stale             bool [S]       whether the oldest token was sampled with earlier weights; None: no sample is stale
     old               float32 [N]    log-prob under the policy at the start of the step; None: the current policy
     reference         float32 [N]    log-prob under the reference policy; None: not needed
@@ -48,6 +50,7 @@ class RowBatch:
     scale: torch.Tensor
     token_baseline: torch.Tensor
     token_scale: torch.Tensor
+    turn_advantage: torch.Tensor | None = None
     stale: torch.Tensor | None = None
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
@@ -62,7 +65,7 @@ class RowBatch:
 
     row_fields: ClassVar[tuple[str, ...]] = (
         *("row_sample", "rollout_logprobs", "mask", "weight", "imitation_weight", "old", "reference", "values"),
-        *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected"),
+        *("turn_advantage", "implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected"),
     )
     """Fields whose first axis is rows."""
     host_fields: ClassVar[tuple[str, ...]] = ()

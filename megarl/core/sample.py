@@ -19,7 +19,7 @@ from megarl.core.arrays import HoldsArrays
 from megarl.core.completion import NO_DRAFTS, CandidateIds, DraftCounts, FinishReason, VersionRun, newest, oldest
 from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.prompt import Prompt
-from megarl.core.score import NO_BASELINE, NO_TOTALS, Baseline, TokenTotals
+from megarl.core.score import NO_BASELINE, NO_TOTALS, Baseline, RewardPart, TokenTotals
 
 if TYPE_CHECKING:
     from megarl.core.latents import LatentSample
@@ -116,6 +116,7 @@ class Sample(HoldsArrays):
             version_newest=newest(self.versions),
             rollout_id=self.rollout_id,
             rollout=None if self.episode is None else self.episode.info,
+            turns=() if self.episode is None else self.episode.turns,
             beginning=_prefix_checksum(self),
             drafts=self.drafts,
         )
@@ -161,6 +162,7 @@ class SampleRef:
         prompt_id: id of the prompt, shared by the samples of a group, and by all groups of the prompt.
         rollout_id: as in Sample.
         rollout: statistics of its rollout; None without an environment.
+        turns: as in Episode; empty without an environment.
         beginning: checksum of the prompt's tokens if an environment may vary them between samples of one prompt, and
             of their routes if the engine reports routes. Samples with equal values can share their prompt.
         drafts: as in Sample.
@@ -175,8 +177,11 @@ class SampleRef:
         outcome: combined value of the reward functions.
         length_reward: reward for the lengths of the rollout's samples, which is added to the outcome.
         token_reward_totals: totals over per-token rewards, which are part of the outcome.
+        turn_rewards: as in Score.
+        reward_parts: the rewards that make up the outcome, as in Score, if the estimator compares them separately.
         greedy: reward of the greedy response to the same prompt, if the estimator needs it.
         baseline: baseline for the reward.
+        turn_advantages: advantage of each turn, which is added to that of its tokens; empty if turns are not compared.
         reward_from_others: part of the scalar reward that comes from token and KL rewards of the rollout's other
             samples.
 
@@ -200,6 +205,7 @@ class SampleRef:
     version_newest: int
     rollout_id: str = ""
     rollout: RolloutInfo | None = None
+    turns: tuple[tuple[int, int], ...] = ()
     beginning: int = 0
     drafts: DraftCounts = NO_DRAFTS
     sample: Any = None
@@ -209,8 +215,11 @@ class SampleRef:
     outcome: float = 0.0
     length_reward: float = 0.0
     token_reward_totals: TokenTotals = NO_TOTALS
+    turn_rewards: tuple[float, ...] = ()
+    reward_parts: Mapping[str, RewardPart] = field(default_factory=dict)
     greedy: float = 0.0
     baseline: Baseline = NO_BASELINE
+    turn_advantages: tuple[float, ...] = ()
     reward_from_others: float = 0.0
     is_stale: bool = False
     scalar_reward: float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,13 @@ class TokenTotals:
 NO_TOTALS = TokenTotals()
 
 
+class RewardPart(NamedTuple):
+    """The value of one reward, such as a reward function's, and its weight in the sample's reward."""
+
+    value: float
+    weight: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """The rewards of one sample: either a value, or the reason why it is missing. A failure is not a score of 0.
@@ -37,6 +45,8 @@ class Score:
         failure: None, or one line that names the reward function and the error.
         is_infrastructure: whether the infrastructure caused the failure, rather than a reward function.
         token_reward_totals: totals of the rewards that are assigned to single tokens.
+        turn_rewards: reward of each of the sample's turns in an environment, which are part of the value.
+        reward_parts: the rewards that make up the value, by name, without those that are assigned to single tokens.
         issues: problems that a response may cause without a failure, keyed by FUNCTION_PROBLEM: a description, or None
             if the problem did not occur.
     """
@@ -45,6 +55,8 @@ class Score:
     parts: dict[str, float]
     failure: str | None = None
     token_reward_totals: TokenTotals = NO_TOTALS
+    turn_rewards: tuple[float, ...] = ()
+    reward_parts: Mapping[str, RewardPart] = field(default_factory=dict)
     is_infrastructure: bool = False
     issues: Mapping[str, str | None] = field(default_factory=dict)
 

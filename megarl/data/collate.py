@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megarl.algorithms.returns import turns_of
 from megarl.core.completion import NO_ROUTE, CandidateIds
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.token_batch import TokenBatch
@@ -86,7 +87,7 @@ def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenSco
     return replace(batch, **fields)
 
 
-def scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
     """Return the fields derived from the samples' scalars, on the device of the rows."""
     device = row_sample.device
 
@@ -95,6 +96,13 @@ def scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.
 
     def spread_over_trained_rows(values: Iterable[float]) -> torch.Tensor:
         return torch.where(mask, vector(values, torch.float32)[row_sample], 0.0)
+
+    def spread_over_turns(values: Sequence[float]) -> torch.Tensor | None:
+        if not values:
+            return None
+        turn = turns_of(mask, row_sample)
+        assert int(turn[-1]) + 1 == len(values), f"{len(values)} advantages for {int(turn[-1]) + 1} turns"
+        return torch.where(mask, vector(values, torch.float32)[turn.clamp(min=0)], 0.0)
 
     baselines = [item.baseline for item in samples]
     return {
@@ -105,6 +113,7 @@ def scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.
         "scale": vector((baseline.scale for baseline in baselines), torch.float64),
         "token_baseline": vector((baseline.token_center for baseline in baselines), torch.float32),
         "token_scale": vector((baseline.token_scale for baseline in baselines), torch.float32),
+        "turn_advantage": spread_over_turns([advantage for item in samples for advantage in item.turn_advantages]),
     }
 
 

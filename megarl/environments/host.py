@@ -60,8 +60,8 @@ class Host:
         opening = await run(environment.reset, Task(**request["task"]))
         if isinstance(opening, Opening):
             ids = None if opening.token_ids is None else list(map(int, opening.token_ids))
-            return {"messages": _plain(opening.messages), "token_ids": ids}
-        return {"messages": None if opening is None else _plain(opening), "token_ids": None}
+            return {"messages": _plain(opening.messages), "token_ids": ids, "state": _key(opening.state)}
+        return {"messages": None if opening is None else _plain(opening), "token_ids": None, "state": None}
 
     async def _step(self, rollout: str, request: Mapping[str, Any]) -> dict[str, Any]:
         environment, turn = self._environments[rollout], request["turn"]
@@ -84,6 +84,7 @@ class Host:
             "done": bool(step.done),
             "as_is": bool(step.as_is),
             "restart": bool(step.restart),
+            "state": _key(step.state),
             "is_stuck": environment.toolbox.has_hung_thread,
         }
 
@@ -122,6 +123,13 @@ def _plain(messages: Any) -> list[dict[str, Any]]:
             message["content"] = content if len(content) <= left else f"{content[:left]}{CUT}"
             left = max(0, left - len(content))
     return json.loads(json.dumps(messages))
+
+
+def _key(state: Any) -> str | None:
+    """Return the key of a state. Raise TypeError if it is not a string."""
+    if state is not None and not isinstance(state, str):
+        raise TypeError(f"state has type {type(state).__name__}. Fix: return a string or None")
+    return state
 
 
 def _rewards(reward: Any) -> dict[str, float] | None:

@@ -91,6 +91,7 @@ class Outcome:
             failure=self.failure,
             stack=self.stack,
             messages=() if part is None else tuple(part.messages),
+            turns=() if part is None else tuple(part.turns),
             first_turn=0 if part is None else part.first_turn,
             is_last=is_last,
         )

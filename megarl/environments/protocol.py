@@ -88,6 +88,8 @@ class Step:
         as_is: append the observation as raw text directly after the turn, not as a message.
         restart: replace the conversation with the observation, which must be a complete conversation. The turns that
             follow become a separate sample. Used to summarize the context, or to switch to a different agent.
+        state: key of the state in which the policy's next turn starts. The estimator gigpo compares a group's turns
+            with equal keys. None: the observation is the key.
     """
 
     observation: str | Sequence[Message] | None = None
@@ -95,6 +97,7 @@ class Step:
     done: bool = False
     as_is: bool = False
     restart: bool = False
+    state: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +108,12 @@ class Opening:
         messages: conversation for the policy to continue.
         token_ids: token ids of the conversation, in place of messages. The conversation cannot be rendered again, so it
             must be possible to append every observation.
+        state: key of the state in which the policy's first turn starts, as in Step. None: the conversation is the key.
     """
 
     messages: Sequence[Message] = ()
     token_ids: Sequence[int] | None = None
+    state: str | None = None
 
 
 class Environment:

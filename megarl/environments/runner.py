@@ -25,6 +25,7 @@ from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import StopReason, Task
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.sessions.session import turn_seed
+from megarl.environments.states import state_of
 from megarl.environments.text_length import ROOM, is_longer, num_tokens, texts_of
 from megarl.environments.tools import Message
 from megarl.environments.transcript import Part, Transcript
@@ -204,6 +205,8 @@ class _Rollout:
         """Messages in the whole rollout."""
         self._conversation: list[Mapping[str, Any]] = []
         """Messages in the policy's current context."""
+        self._state = 0
+        """Hash of the state in which the next turn starts."""
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
@@ -238,11 +241,13 @@ class _Rollout:
         reset = host.invoke("reset", request.key, self._config.environment.timeout_s, task=asdict(task))
         opening = await _uninterrupted(reset)
         if opening["token_ids"] is not None:
+            self._state = state_of(opening["state"] or opening["token_ids"])
             self._start_sample([], opening["token_ids"])
             return
         messages = opening["messages"]
         if messages is None and self._runner.pool.tools and prompt.messages:
             messages = prompt.messages  # the row's token ids lack the descriptions of the tools
+        self._state = state_of(opening["state"] or messages or prompt.messages or prompt.token_ids.tolist())
         if messages is not None:
             with _fails_rollout():
                 token_ids = await self._tokenize(self._tokens.begin, messages)
@@ -262,8 +267,7 @@ class _Rollout:
         shown: Sequence[Message] | None = None,
     ) -> None:
         """Start a sample with this context. `shown` are the messages to record, by default `messages`."""
-        number = len(self.outcome.turn_rewards)
-        self._parts.append(Part(Transcript(token_ids), "", self._messages, number, number))
+        self._parts.append(Part(Transcript(token_ids), "", self._messages))
         self._conversation = list(messages)
         self._messages += messages if shown is None else shown
 
@@ -283,10 +287,11 @@ class _Rollout:
         completion = await self._sample(transcript.ids, self._num_tokens_left, turn_seed(self._request.seed, number))
         context = transcript.ids[:]
         transcript.add_turn(completion)
+        part.turns.append((number, self._state))
         sampled_ids = completion.text_ids.tolist()
         with _fails_rollout():
             text, calls = await asyncio.to_thread(self._tokens.read, sampled_ids, context)
-        part.text, part.last_turn = text, number
+        part.text = text
         self._add_messages([{"role": "assistant", "content": self._runner.tokenizer.decode(sampled_ids)}])
         return {
             "token_ids": completion.token_ids.tolist(),
@@ -310,6 +315,7 @@ class _Rollout:
         _ContextFull if the observation is too long. This is not a failure, because the policy's turn may have caused
         it."""
         messages = step["messages"]
+        self._state = state_of(step["state"] or messages)
         if step["restart"]:
             token_ids = await self._tokenize(self._tokens.begin, messages)
             self._start_sample(messages, token_ids, await asyncio.to_thread(self._tokens.shown, messages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -120,10 +120,17 @@ def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
 @dataclass(slots=True)
 class Part:
     """One token sequence of a rollout, which becomes a sample: the text of its last turn, including tool calls, the
-    conversation for display, and the indices of its first and last turn within the rollout."""
+    conversation for display, and its turns, each as its index within the rollout and the hash of its state."""
 
     transcript: Transcript
     text: str
     messages: Sequence[Mapping[str, Any]]
-    first_turn: int
-    last_turn: int
+    turns: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def first_turn(self) -> int:
+        return self.turns[0][0]
+
+    @property
+    def last_turn(self) -> int:
+        return self.turns[-1][0]

@@ -71,6 +71,7 @@ def _estimate_samples(config: Advantage, batch: AnyBatch) -> AnyBatch:
 
     With credit=whole, token rewards and the KL are added to the sample's reward. With credit=reward_to_go, token
     rewards have their own baseline and are summed, with discount gamma, from each token to the end of the sample.
+    Advantages of turns are added.
     """
     reward, rows = batch.reward, batch.row_sample
     token_rewards = torch.zeros_like(batch.rollout_logprobs)
@@ -88,6 +89,8 @@ def _estimate_samples(config: Advantage, batch: AnyBatch) -> AnyBatch:
         reward = reward + _sample_sums(batch, batch.kl_reward)
     advantage = sample_advantages(reward, batch.baseline, batch.scale, config.option("limit"))[rows]
     advantage = advantage + reward_to_go(token_rewards, batch.mask, rows, config.option("gamma"))
+    if batch.turn_advantage is not None:
+        advantage = advantage + batch.turn_advantage
     return replace(batch, advantage=torch.where(batch.mask, advantage, 0.0))
 
 

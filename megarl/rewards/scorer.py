@@ -11,7 +11,7 @@ from megarl.core.episode import LOST, Episode
 from megarl.core.errors import UserError
 from megarl.core.latents import AnySample
 from megarl.core.sample import Sample
-from megarl.core.score import Score, TokenTotals
+from megarl.core.score import RewardPart, Score, TokenTotals
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.process import on_turns, together, turn_ends
@@ -75,8 +75,10 @@ class Scorer:
             return Score(value=None, parts={}, failure=failure, is_infrastructure=is_lost), None
         returned, failures = _returned(sample, results, model_reward, verdict)
         parts: dict[str, float] = {}
+        of_whole: dict[str, float] = {}
         issues: dict[str, str | None] = {}
         by_token = []
+        by_turn: list[list[float]] = []
         mask = sample.response_mask if isinstance(sample, Sample) else ONE_TURN
         num_turns = len(turn_ends(mask))
         for name, result in returned.items():
@@ -92,21 +94,26 @@ class Scorer:
             parts[name] = math.fsum(rewards)
             if result.issues.get(UNRATED) is not None:
                 parts[name] = 1 - WORST_RATING if self._weights[name] < 0 else WORST_RATING
-            if per_turn and self._rewards_tokens:
-                by_token.append([self._weights[name] * reward for reward in on_turns(rewards, mask)])
+            if per_turn:
+                by_turn.append([self._weights[name] * reward for reward in rewards])
+            if not (per_turn and self._rewards_tokens):
+                of_whole[name] = parts[name]
         if sample.episode is not None:
             parts |= _environment_parts(sample.episode)
+            of_whole[ENVIRONMENT] = sample.episode.outcome if self._rewards_tokens else parts[ENVIRONMENT]
             turn_rewards = sample.episode.rewards[sample.episode.first_turn :][:num_turns]
-            if self._rewards_tokens and any(reward is not None for reward in turn_rewards):
+            if any(reward is not None for reward in turn_rewards):
                 weight = self._weights[ENVIRONMENT]
-                turns = [math.nan if reward is None else weight * reward for reward in turn_rewards]
-                by_token.append(on_turns(turns, mask))
+                by_turn.append([math.nan if reward is None else weight * reward for reward in turn_rewards])
+        if self._rewards_tokens:
+            by_token += [on_turns(rewards, mask) for rewards in by_turn]
         if failures:
             is_lost = len(failures) == _num_lost(results, verdict)
             failure = f"rewards.functions: {'; '.join(failures)}"
             return Score(None, parts, failure, is_infrastructure=is_lost, issues=issues), None
         if model_reward is not None and model_reward.by_token is not None:
             by_token.append([self._weights[MODEL] * reward for reward in model_reward.by_token])
+            of_whole.pop(MODEL)
         value = sum(self._weights[name] * part for name, part in parts.items() if name in self._weights)
         tokens = [reward for rewards in by_token for reward in rewards if not math.isnan(reward)]
         invalid = next((number for number in (value, *tokens) if not abs(number) <= LARGEST), None)
@@ -115,7 +122,9 @@ class Scorer:
             limit = ", more than float32 can represent" if math.isfinite(invalid) else ""
             failure = f"rewards.functions: {subject} of sample {sample.id} is {invalid}{limit}"
             return Score(None, parts, failure, issues=issues), None
-        score = Score(value, parts, issues=issues)
+        weights = self._weights
+        reward_parts = {name: RewardPart(part, weights[name]) for name, part in of_whole.items() if name in weights}
+        score = Score(value, parts, turn_rewards=_sums(by_turn, sample), reward_parts=reward_parts, issues=issues)
         if not by_token:
             return score, None
         rewards = together(by_token)
@@ -149,6 +158,14 @@ def _environment_parts(episode: Episode) -> dict[str, float]:
     rewards = [*(reward for reward in episode.rewards if reward is not None), episode.outcome]
     # fsum raises an exception if the sum overflows or contains infinities of opposite sign.
     return {ENVIRONMENT: math.fsum(rewards) if math.isfinite(sum(rewards)) else math.nan, **named}
+
+
+def _sums(by_turn: Sequence[Sequence[float]], sample: AnySample) -> tuple[float, ...]:
+    """Return the reward of each of the sample's turns in an environment. The rewards that it sums are NaN for a turn
+    without a reward."""
+    turns = () if sample.episode is None else sample.episode.turns
+    rewards = together(by_turn) if by_turn else [0.0] * len(turns)
+    return tuple(0.0 if math.isnan(reward) else reward for reward in rewards) if turns else ()
 
 
 def _require_distinct(functions: Sequence[schema.RewardFunction]) -> None:

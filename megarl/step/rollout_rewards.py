@@ -19,14 +19,22 @@ Advantage of trained token t of sample s:
     reinforce_plus_plus,   outcome + Σ_s length_s − Σ_s Σ_t x_t is the reward of the last trained token of every sample;
     gae                    x_t, d_t and k_t are rewards of their tokens
 
+gdpo compares the rewards that make up R one by one: each reward function, the environment's reward and the length
+reward. The rest of R, which is Σ_s Σ_t k_t and with credit=whole also d_t, is compared as one more, without a scale.
+
+gigpo adds an advantage for the token's turn. The turns of a rollout are those of all its samples, in the order in which
+they were sampled. Each has its turn rewards; the last one also receives outcome + Σ_s length_s − Σ_s Σ_t x_t.
+
 In rewards to go, a token's reward counts only for the tokens of its own sample, because the turns of other samples do
 not continue the sample's tokens. A reward for the rollout as a whole belongs in the outcome.
 
 Weight of a rollout with n samples:
 
-    group baselines and scales, pass@k, GPG's factor, moving average,      1
-    greedy baseline, solve rates, reward metrics, limits on failures
+    group baselines and scales, pass@k, GPG's factor, GDPO's moments,      1
+    moving average, greedy baseline, solve rates, reward metrics,
+    limits on failures
     OPO's baseline                                                         its trained tokens
+    baselines and scales of GiGPO's turns                                  its turns in the state
     baseline and scale of token rewards                                    its rewarded tokens (RLOO: 1)
     whitening, token_mean, token_sum, prompt_mean_of_token_means,          its trained tokens
     imitation loss
@@ -37,18 +45,23 @@ Weight of a rollout with n samples:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from megarl.algorithms.baselines import Member
+from megarl.algorithms.baselines import Member, Turn
 from megarl.algorithms.specs import SampleEstimator
 from megarl.config.algorithm_schema import Advantage
 from megarl.config.schema import Config
 from megarl.core.sample import SampleRef
-from megarl.core.score import NO_TOTALS, TokenTotals
+from megarl.core.score import NO_TOTALS, RewardPart, TokenTotals
 from megarl.rewards.length import overlong_penalty
 
 Totals = Mapping[str, TokenTotals]
 """Sums over one model's per-token rewards: sample id -> TokenTotals."""
+
+LENGTH = "rewards.overlong_buffer"
+"""Name of the length reward among a rollout's rewards."""
 
 
 def rollouts_of(group: Sequence[SampleRef]) -> list[list[SampleRef]]:
@@ -79,13 +92,30 @@ def member_of(
     """Return the Member for a rollout, given its samples. It contains the reward R, and the token rewards if they are
     compared separately. The totals come from the implicit reward model and from the KL rewards."""
     item = rollout[0]
+    parts = item.reward_parts and {**item.reward_parts, LENGTH: RewardPart(item.length_reward)}
     num_tokens = sum(item.num_trained_tokens for item in rollout)
     learned = total_of(rollout, token_reward_totals)
     reward = item.reward + total_of(rollout, kl_reward_totals).total
     if advantage.credits_to_go:
         token_totals = sum((item.token_reward_totals for item in rollout), NO_TOTALS)
-        return Member(reward - token_totals.total, num_tokens, token_totals + learned, item.greedy, earlier)
-    return Member(reward + learned.total, num_tokens, NO_TOTALS, item.greedy, earlier)
+        return Member(reward - token_totals.total, num_tokens, token_totals + learned, item.greedy, earlier, parts)
+    return Member(reward + learned.total, num_tokens, NO_TOTALS, item.greedy, earlier, parts)
+
+
+def turns_of_rollout(rollout: Sequence[SampleRef]) -> dict[tuple[str, int], Turn]:
+    """Return the turns of a rollout in order, keyed by their sample's id and their index in the sample. The last one
+    also receives the part of the rollout's reward that is not a turn's, without the KL and learned token rewards."""
+    found = sorted(
+        (number, item.id, index, state, reward)
+        for item in rollout
+        for index, ((number, state), reward) in enumerate(zip(item.turns, item.turn_rewards, strict=True))
+    )
+    turns = {(sample, index): Turn(state, reward) for _, sample, index, state, reward in found}
+    if turns:
+        *_, last = turns
+        others = rollout[0].reward - math.fsum(turn.reward for turn in turns.values())
+        turns[last] = replace(turns[last], reward=turns[last].reward + others)
+    return turns
 
 
 def reward_from_others(

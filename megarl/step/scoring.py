@@ -18,8 +18,9 @@ Metrics = dict[str, Metric]
 
 
 def is_informative(group: Sequence[SampleRef]) -> bool:
-    """Return whether the outcomes in the group differ. If not, only length rewards may differ."""
-    return len({item.outcome for item in group}) > 1
+    """Return whether the outcomes in the group differ, or their parts if the estimator compares these separately. If
+    not, only length rewards may differ."""
+    return len({(item.outcome, *item.reward_parts.values()) for item in group}) > 1
 
 
 def select(
@@ -94,12 +95,15 @@ def _greedy_reward(config: Config, group: Sequence[Judged]) -> float | None:
 
 def _scored(config: Config, members: Sequence[Judged], greedy: float = 0.0) -> list[SampleRef]:
     by_rollout = length_rewards(config, [sample for sample, _ in members])
+    separates = config.algorithm.advantage.spec.separates_rewards
     return [
         replace(
             sample,
             outcome=score.value,
             length_reward=by_rollout[sample.rollout_id],
             token_reward_totals=score.token_reward_totals,
+            turn_rewards=score.turn_rewards,
+            reward_parts=score.reward_parts if separates else {},
             greedy=greedy,
         )
         for sample, score in members

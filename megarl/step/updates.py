@@ -13,7 +13,7 @@ from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.sample import SampleRef
-from megarl.step.baselines import attach_baselines, step_scale, update_reward_average
+from megarl.step.baselines import attach_baselines, step_normalization, update_reward_average
 from megarl.step.dispatch import Group, dispatch, epochs_of
 from megarl.step.passes import make_policy_passes, policies
 from megarl.step.rollouts import Rollouts
@@ -49,8 +49,10 @@ def prepare_updates(
         return _prepare_pairs(config, workers, epochs, number)
     rewards = reward_tokens(config, workers, epochs[0], rollouts.process_rewards)
     totals = rewards.token_reward_totals, rewards.kl_reward_totals
-    scale = step_scale(config, rollouts.chosen, *totals)
-    samples = [[attach_baselines(config, update, *totals, average, scale) for update in updates] for updates in epochs]
+    over_step = step_normalization(config, rollouts.chosen, *totals)
+    samples = [
+        [attach_baselines(config, update, *totals, average, over_step) for update in updates] for updates in epochs
+    ]
     metrics = rewards.metrics | update_reward_average(config, rollouts.chosen, *totals, average)
     batches = _dispatch_with_passes(config, workers, samples, rewards, number)
     return StepUpdates(batches, sum(map(len, rollouts.chosen)), metrics)

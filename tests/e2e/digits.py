@@ -46,6 +46,16 @@ def even_share_of_another(prompt: str, response: str, answer: object) -> float:
     return another(even_share(prompt, response, answer))
 
 
+def low_hundredth(prompt: str, response: str, answer: object) -> float:
+    """Return a hundredth of the share of the digits 0 to 3."""
+    return sum(character in "0123" for character in response) / max(len(response), 1) / 100
+
+
+def low_hundredth_of_another(prompt: str, response: str, answer: object) -> float:
+    """Return the reward of a random recent response."""
+    return another(low_hundredth(prompt, response, answer))
+
+
 def another(reward: float) -> float:
     SEEN.append(reward)
     del SEEN[:-64]

@@ -11,6 +11,7 @@ from tests.e2e.knights import Knights
 from tests.e2e.learning_tasks import (
     Answers,
     Bandit,
+    EvenAndLow,
     EvenDigits,
     Labels,
     Optimum,
@@ -31,6 +32,7 @@ ANNEALED = "actor.optimizer.schedule.name=linear"  # leaves little noise at the 
 APART = "cluster.placement=disaggregated"
 FEW_AT_ONCE = "rollout.vllm_overrides={max_num_seqs: 16}"  # leaves rollouts unfinished when a step has enough samples
 OTHER_SEEDS = 1, 2
+IN_SEARCH = ("batch.samples_per_prompt=16", "actor.optimizer.lr=0.002")
 CRITIC = ("critic.optimizer.lr=0.003", "critic.tokens_per_microbatch=1024", "critic.threads=1")
 
 
@@ -134,7 +136,12 @@ CASES: dict[str, Case] = {
     "OPO": estimator("opo", "algorithm.objective.aggregation=sequence_mean_of_token_sums"),
     "GPG": estimator("gpg", "algorithm.objective.aggregation=token_mean"),
     "pass@k": estimator("pass_at_k"),
+    "GDPO": estimator("gdpo", task=EvenAndLow(), has_control=True),
+    "GiGPO": estimator("gigpo", *IN_SEARCH, steps=25, task=Search(), has_control=True, start=0.25),
     "PPO, GAE": estimator("gae", *CRITIC),
+    "PPO, Bi-Level GAE": estimator(
+        "bi_level_gae", *IN_SEARCH, *CRITIC, steps=25, task=Search(), has_control=True, start=0.25
+    ),
     "PPO, three epochs": estimator(
         "gae",
         *CRITIC,
@@ -209,7 +216,7 @@ CASES: dict[str, Case] = {
     ),
     "environment: search": estimator(
         "grpo",
-        *("batch.samples_per_prompt=16", "actor.optimizer.lr=0.002"),
+        *IN_SEARCH,
         steps=25,
         task=Search(),
         has_control=True,

@@ -66,6 +66,24 @@ class EvenDigits(Task):
         return [fmean(even_share("", row["response"], None) for row in step) for step in sampled]
 
 
+class EvenAndLow(EvenDigits):
+    """Write digits that are even and below 4, for two rewards. One of them is a hundred times as large as the other, so
+    their sum rewards little more than even digits. The share is the fraction of such digits: about 0.05 at the start,
+    0.4 if only the larger reward is learned."""
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        names = [f"{name}{'_of_another' if shuffled else ''}" for name in ("even_share", "low_hundredth")]
+        functions = ", ".join(f"{{function: '{REWARD}:{name}'}}" for name in names)
+        return [f"rewards.functions=[{functions}]", "run.export=false"]
+
+    def shares(self, start: Path, run: Path) -> list[float]:
+        return [fmean(low_share(row["response"]) for row in step) for step in sampled_rows(run)]
+
+
+def low_share(response: str) -> float:
+    return sum(character in "02" for character in response) / max(len(response), 1)
+
+
 class ScoredDigits(EvenDigits):
     """EvenDigits with a reward model that scores each token: 1 for an even digit, else 0.
 

@@ -16,7 +16,7 @@ from megarl.core.metrics import Metric, merge_updates, values
 from megarl.core.prompt import Prompt
 from megarl.core.sample import SampleRef
 from megarl.core.score import Baseline, Score, TokenTotals
-from megarl.step.baselines import attach_baselines, step_scale
+from megarl.step.baselines import attach_baselines, step_normalization
 from megarl.step.dispatch import dispatch, epochs_of
 from megarl.step.requests import requests
 from megarl.step.rollouts import Rollouts
@@ -490,8 +490,21 @@ def test_step_std_covers_all_updates():
     """The scale is the standard deviation of the step's rewards, 0, 2 | 1, 5, although the update has one group."""
     settings = config("algorithm.advantage={std: population, std_epsilon: 0.0, std_over: step}")
     groups, _ = select(settings, GROUPS, [*map(score, [0.0, 2.0, 1.0, 5.0])])
-    scale = step_scale(settings, groups, {}, {})
-    assert scale == pytest.approx(3.5**0.5)
-    [first, second] = [attach_baselines(settings, [group], {}, {}, MovingAverage(), scale) for group in groups]
-    assert [item.baseline for item in (*first, *second)] == [Baseline(1.0, scale)] * 2 + [Baseline(3.0, scale)] * 2
-    assert step_scale(config(), groups, {}, {}) is None
+    over_step = step_normalization(settings, groups, {}, {})
+    assert over_step == (0.0, pytest.approx(3.5**0.5))
+    [first, second] = [attach_baselines(settings, [group], {}, {}, MovingAverage(), over_step) for group in groups]
+    scales = dict(scale=over_step.scale, token_scale=over_step.scale)
+    assert [item.baseline for item in first] == [Baseline(1.0, **scales)] * 2
+    assert [item.baseline for item in second] == [Baseline(3.0, **scales)] * 2
+    assert step_normalization(config(), groups, {}, {}) is None
+
+
+def test_gdpo_normalizes_over_all_updates_of_a_step():
+    """The advantages within the groups are ±a and ±a, whatever their scale. Over the step, their mean is 0."""
+    settings = config("algorithm.advantage={estimator: gdpo, std_epsilon: 0.0}", "batch.prompts_per_update=1")
+    actor = Group()
+    groups, _ = select(settings, GROUPS, [*map(score, [0.0, 2.0, 1.0, 5.0])])
+    train(settings, workers_of(actor, None), rollouts_of(groups), 1, MovingAverage())
+    found = [(item.reward - item.baseline.center) / item.baseline.scale for update in actor.updates for item in update]
+    assert len(actor.updates) == 2
+    assert found == pytest.approx([-(0.75**0.5), 0.75**0.5] * 2)

@@ -48,8 +48,21 @@ def _of_groups(batch: dict[str, Any]) -> Tensors:
         "opo": core_algos.compute_opo_outcome_advantage(whole, **groups),
         "gpg": core_algos.compute_gpg_outcome_advantage(of_gpg, **groups),
         "reinforce_plus_plus_baseline": plus_plus_baseline(whole, **groups),
+        "gdpo": _gdpo(batch, whole, groups),
     }
     return {name: advantage for name, (advantage, _) in found.items()}
+
+
+def _gdpo(batch: dict[str, Any], whole: torch.Tensor, groups: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the advantages for two rewards, with weights of 1 and 0.5. The second one is the batch's advantages."""
+    names = ["rewards", "advantages"]
+    return core_algos.compute_gdpo_outcome_advantage(
+        whole,
+        **groups,
+        config={"gdpo_reward_keys": names, "gdpo_reward_weights": [1.0, 0.5]},
+        non_tensor_batch={name: batch[name] for name in names},
+        batch={"prompts": whole[:, :1], "attention_mask": torch.ones(len(whole), 1 + whole.shape[1]).long()},
+    )
 
 
 def _of_tokens(batch: dict[str, Any]) -> Tensors:

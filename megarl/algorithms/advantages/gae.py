@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.returns import discounted_sum, same_sample
+from megarl.algorithms.returns import discounted_sum, same_sample, temporal_differences
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import TokenAdvantages, TokenEstimator
 from megarl.core.ranges import PositiveFloat, Share
@@ -41,8 +41,7 @@ def gae(
     """
     require_one_shape(reward=reward, value=value, mask=mask, row_sample=row_sample)
     sample, now = row_sample[mask], value[mask]
-    following = now.roll(-1).where(same_sample(sample, 1), 0.0)
-    delta = reward[mask] + gamma * following - now
+    delta = temporal_differences(reward[mask], now, same_sample(sample, 1), gamma)
     policy_lambda = gae_lambda if length_alpha is None else length_adaptive_lambda(mask, row_sample, length_alpha)[mask]
     advantage = discounted_sum(delta, sample, gamma * policy_lambda)
     if critic_lambda is None and length_alpha is None:

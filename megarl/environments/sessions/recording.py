@@ -20,6 +20,7 @@ from typing import Protocol
 
 from megarl.core.completion import Completion
 from megarl.environments.sessions.messages import Message, canonical
+from megarl.environments.states import state_of
 from megarl.environments.transcript import Part, Transcript
 
 
@@ -207,8 +208,8 @@ def _part(inherited: Sequence[Message], turns: Sequence[Turn]) -> Part:
             transcript.add_context(turn.context_ids)
         transcript.add_turn(turn.completion)
         messages += [*turn.context, turn.message]
-    last = turns[-1]
-    return Part(transcript, last.text, tuple(messages), turns[0].number, last.number)
+    states = [(turn.number, state_of(turn.context)) for turn in turns]
+    return Part(transcript, turns[-1].text, tuple(messages), states)
 
 
 def _prefix_keys(tools_key: str, messages: Sequence[Message]) -> list[bytes]:

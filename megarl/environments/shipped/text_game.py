@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from random import Random
 
 from megarl.core.errors import UserError
-from megarl.environments.protocol import Environment, Step, Task, Turn
-from megarl.environments.tools import Message
+from megarl.environments.protocol import Environment, Opening, Step, Task, Turn
 
 Room = tuple[int, int]
 """(column, row), counted from the west and from the north."""
@@ -84,13 +83,16 @@ class TextGameEnvironment(Environment):
         self.compass, self.rules = compass, rules
         self.has_key = False
 
-    async def reset(self, task: Task) -> Sequence[Message]:
+    async def reset(self, task: Task) -> Opening:
         self.house = build_house(self.width, self.height, self.walls, Random(task.seed))
         self.room, self.has_key = self.house.start, False
         system = [{"role": "system", "content": RULES}] if self.rules else []
-        return [*system, *task.messages, {"role": "user", "content": self._look()}]
+        return Opening([*system, *task.messages, {"role": "user", "content": self._look()}], state=self._state())
 
     async def step(self, turn: Turn) -> Step:
+        return replace(self._respond(turn), state=self._state())
+
+    def _respond(self, turn: Turn) -> Step:
         command = read_command(turn.text)
         if command is None:
             return Step(f"That is not a command. The commands are {', '.join(COMMANDS)}.", reward=0.0)
@@ -117,6 +119,11 @@ class TextGameEnvironment(Environment):
         if not self.has_key:
             return Step(f"The chest is locked. {self._look()}", reward=0.0)
         return Step(reward={"chest": CHEST_REWARD}, done=True)
+
+    def _state(self) -> str:
+        """Return the room, which observations omit, and whether the player has the key. All rollouts of a group are in
+        the same house."""
+        return f"room {self.room}, {'with' if self.has_key else 'without'} the key"
 
     def _look(self) -> str:
         things = {"a key": self.room == self.house.key and not self.has_key, "a chest": self.room == self.house.chest}

@@ -54,10 +54,10 @@ def step_end_requires_token_classifier(config: Config, kind: str) -> Iterator[st
 def token_scores_require_sampled_tokens(config: Config, kind: str) -> Iterator[str]:
     """Require sampled tokens for token-level scores, because only sampled tokens are actions."""
     settings = config.reward_model
-    per_token = settings.aggregation is None and config.algorithm.advantage.estimator == "gae"
+    per_token = settings.aggregation is None and config.algorithm.advantage.spec.comparison == "values"
     if settings.input_format != "ids" and kind != "sequence" and per_token and settings.step_end is None:
         yield (
             f"reward_model.input_format={settings.input_format}: {path_of(config, settings)} scores the tokens of its "
-            "own tokenizer, but gae needs scores of the sampled tokens. Fix: set reward_model.step_end, "
-            "reward_model.aggregation=mean or reward_model.input_format=ids"
+            f"own tokenizer, but {config.algorithm.advantage.estimator} needs scores of the sampled tokens. Fix: set "
+            "reward_model.step_end, reward_model.aggregation=mean or reward_model.input_format=ids"
         )

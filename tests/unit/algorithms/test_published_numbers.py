@@ -27,7 +27,7 @@ from megarl.algorithms.returns import at_last_token, reward_to_go
 from megarl.algorithms.rewards import margins as margins_of
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.value_loss import squared_error
-from megarl.core.score import Baseline
+from megarl.core.score import Baseline, RewardPart
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import relative_error
 from tests.paths import ROOT
@@ -135,6 +135,18 @@ def test_reinforce_plus_plus_baseline_matches_verl():
     options = dict(estimator="reinforce_plus_plus_baseline", group_of_one="reward")
     advantage = whitened(relative_to(REWARDS, group_baselines(REWARDS, **options)))
     assert_equal(advantage[MASK], published("verl", "advantage/reinforce_plus_plus_baseline"))
+
+
+def test_gdpo_matches_verl():
+    """verl whitens over tokens instead of normalizing over samples. The second reward has weight 0.5."""
+    groups: dict[str, list[Member]] = {}
+    for prompt, first, second in zip(PROMPTS, REWARDS, BATCH["advantages"], strict=True):
+        parts = {"first": RewardPart(first), "second": RewardPart(second, 0.5)}
+        groups.setdefault(prompt, []).append(Member(first + 0.5 * second, 1, parts=parts))
+    options = ESTIMATORS["gdpo"].options | {"step_std": "none", "group_of_one": "reward"}
+    baselines = [b for group in groups.values() for b in ESTIMATORS["gdpo"].baselines(group, options)]
+    rewards = [member.reward for group in groups.values() for member in group]
+    assert_equal(whitened(relative_to(rewards, baselines))[MASK], published("verl", "advantage/gdpo"))
 
 
 def token_rewards() -> torch.Tensor:

@@ -18,7 +18,8 @@ from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.specs import TokenEstimator
 from megarl.algorithms.transition import Transition
 
-DTYPES = {"mask": torch.bool, "selected": torch.bool, "is_far": torch.bool, "row_sample": torch.int64}
+BOOLS = ("mask", "selected", "is_far", "continues")
+DTYPES = {**dict.fromkeys(BOOLS, torch.bool), "row_sample": torch.int64}
 OTHERS = {
     "samples": SampleSegments(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1),
     "level": "sequence",

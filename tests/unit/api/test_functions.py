@@ -50,6 +50,26 @@ def test_remax_compares_with_the_greedy_reward():
     assert megarl.compute_advantages("remax", [[1.0, 0.0], [2.0]], greedy=[0.25, 1.0]) == [[0.75, -0.25], [1.0]]
 
 
+def test_gdpo_compares_named_rewards_one_by_one():
+    """Both groups have advantages of ±1 for each reward. The second reward has weight 3."""
+    rewards = [[{"a": 0.0, "b": 5.0}, {"a": 1.0, "b": 4.0}], [{"a": 2.0, "b": 0.0}, {"a": 0.0, "b": -9.0}]]
+    plain = dict(std="population", std_epsilon=0.0)
+    actual = megarl.compute_advantages("gdpo", rewards, weights={"b": 3.0}, step_std="none", **plain)
+    np.testing.assert_allclose(actual, [[2, -2], [4, -4]], atol=1e-12)
+    normalized = megarl.compute_advantages("gdpo", rewards, weights={"b": 3.0}, step_std="population", **plain)
+    np.testing.assert_allclose(normalized, np.array(actual) / 10**0.5, atol=1e-12)
+
+
+def test_named_rewards_are_summed_by_other_estimators():
+    rewards = [[{"a": 0.0, "b": 0.5}, {"a": 1.0, "b": 0.0}]]
+    assert megarl.compute_advantages("rloo", rewards, weights={"b": 4.0}) == [[1.0, -1.0]]
+
+
+def test_estimator_that_compares_turns_is_rejected():
+    with pytest.raises(megarl.UserError, match="estimator=gigpo: compares turns"):
+        megarl.compute_advantages("gigpo", REWARDS)
+
+
 def test_whitening_is_over_trained_tokens():
     lengths = [[3, 1, 1, 5], [1, 2, 3], [4, 4]]
     actual = megarl.compute_advantages("grpo", REWARDS, num_tokens=lengths, std="none", whiten=True, whiten_epsilon=0.0)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.environments import Environment, Opening, Step, Task, Turn, tool
@@ -116,6 +117,18 @@ class Nothing(Environment):
 
     async def step(self, turn: Turn) -> None:
         return Step() if turn.number == 0 else None
+
+
+class Keyed(Counter):
+    """Names its states by the number of turns left. With the fault `number`, a key is not a string."""
+
+    async def reset(self, task: Task) -> Opening:
+        await super().reset(task)
+        return Opening(task.messages, state="3 left")
+
+    async def step(self, turn: Turn) -> Step:
+        step, left = await super().step(turn), 3 - self.num_turns
+        return replace(step, state=left if self._fault == "number" else f"{left} left")
 
 
 class Tools(Environment):

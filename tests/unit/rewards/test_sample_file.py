@@ -28,7 +28,17 @@ def deep(levels: int) -> list:
 def samples() -> list[Sample]:
     info = RolloutInfo(StopReason.DONE, 2, 1, {"search": 3}, 10, 4)
     messages = ({"role": "user", "content": "half a pair: \ud83d", "tool_calls": [{"arguments": deep(500)}]},)
-    episode = Episode(info, (0.1, None, np.float32(1.5)), {"format": 1e-300}, None, messages, 0, True, outcome=-0.0)
+    episode = Episode(
+        info,
+        (0.1, None, np.float32(1.5)),
+        {"format": 1e-300},
+        None,
+        messages,
+        0,
+        True,
+        outcome=-0.0,
+        turns=((0, 2**64 - 1), (2, 5)),
+    )
     columns = {"tuple": (1, ("a", [2])), "keys": {1: "one", (2,): None}, "__tuple__": [1], "inf": [math.inf, math.nan]}
     prompt = Prompt("p", "?", [5, 6], answer={"a": [1, True, 1.0]}, messages=({"role": "user"},), columns=columns)
     arrays = [7, 8], [-1.0, -0.5], [True, False], (VersionRun(2, 1), VersionRun(3, 1))

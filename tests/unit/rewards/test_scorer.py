@@ -10,7 +10,7 @@ from megarl.core.completion import VersionRun
 from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
-from megarl.core.score import Score, TokenTotals
+from megarl.core.score import RewardPart, Score, TokenTotals
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer, require_ratings
@@ -38,12 +38,13 @@ RIGHT, WRONG = Result(1.0, "1.0"), Result(0.0, "0.0")
 def test_value_is_the_weighted_sum_of_the_parts():
     scorer = Scorer([EXACT, RewardFunction(function="f", weight=-0.5)])
     score, _ = scorer.score(sample_of("12"), {"exact_match": RIGHT, "f": Result(14.0, "14.0")})
-    assert score == Score(value=1.0 - 0.5 * 14, parts={"exact_match": 1.0, "f": 14.0})
+    weighted = {"exact_match": RewardPart(1.0), "f": RewardPart(14.0, -0.5)}
+    assert score == Score(1.0 - 0.5 * 14, {"exact_match": 1.0, "f": 14.0}, reward_parts=weighted)
 
 
 def test_wrong_response_scores_zero_without_failure():
     score, _ = Scorer([EXACT]).score(sample_of("13"), {"exact_match": WRONG})
-    assert score == Score(value=0.0, parts={"exact_match": 0.0})
+    assert score == Score(0.0, {"exact_match": 0.0}, reward_parts={"exact_match": RewardPart(0.0)})
 
 
 def test_failed_function_fails_the_sample_but_keeps_other_parts():
@@ -87,11 +88,13 @@ def test_scorer_does_not_import_torch():
 def test_reward_model_score_is_a_part_like_others():
     scorer = Scorer([RewardFunction(function="exact_match")], model_weight=0.5)
     parts, results = {"reward_model": 3.0, "exact_match": 1.0}, {"exact_match": RIGHT}
-    assert scorer.score(sample_of("12"), results, ModelReward(3.0)) == (Score(value=2.5, parts=parts), None)
+    answer = {"exact_match": RewardPart(1.0)}
+    whole = Score(2.5, parts, reward_parts=answer | {"reward_model": RewardPart(3.0, 0.5)})
+    assert scorer.score(sample_of("12"), results, ModelReward(3.0)) == (whole, None)
     score, token_reward_totals = scorer.score(sample_of("12"), results, ModelReward(3.0, [1.0, float("nan"), 2.0]))
-    assert score == Score(value=2.5, parts=parts, token_reward_totals=TokenTotals(2, 1.5, 1.25))
+    assert score == Score(2.5, parts, token_reward_totals=TokenTotals(2, 1.5, 1.25), reward_parts=answer)
     assert token_reward_totals == pytest.approx([0.5, float("nan"), 1.0], nan_ok=True)
-    assert scorer.score(sample_of("12"), results) == (Score(value=1.0, parts={"exact_match": 1.0}), None)
+    assert scorer.score(sample_of("12"), results) == (Score(1.0, {"exact_match": 1.0}, reward_parts=answer), None)
     failed, _ = scorer.score(sample_of("12"), results, ModelReward(float("nan")))
     assert failed.value is None and failed.parts == {"exact_match": 1.0}
     assert "reward_model returned nan instead of a finite number" in failed.failure
@@ -199,7 +202,8 @@ def test_turn_rewards_of_an_environment_must_fit_float32(rewards):
 def test_turn_reward_goes_to_its_last_trained_token():
     score, token_reward_totals = scored([1.0, -3.0, 1.0])
     parts = {"exact_match": 1.0, "f": -1.0}
-    assert score == Score(value=0.5, parts=parts, token_reward_totals=TokenTotals(3, -0.5, 0.25 + 2.25 + 0.25))
+    totals, answer = TokenTotals(3, -0.5, 0.25 + 2.25 + 0.25), {"exact_match": RewardPart(1.0)}
+    assert score == Score(0.5, parts, token_reward_totals=totals, reward_parts=answer)
     assert token_reward_totals == pytest.approx([NAN, NAN, 0.5, NAN, -1.5, NAN, NAN, 0.5], nan_ok=True)
 
 

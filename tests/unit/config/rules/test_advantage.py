@@ -16,7 +16,8 @@ from tests.unit.config.rules.recipes import errors, recipe
             ["algorithm.advantage.gae_lambda=0.9"],
             "algorithm.advantage.gae_lambda: unknown key; algorithm.advantage.estimator=grpo has std, std_epsilon, "
             "std_over, gamma, credit, limit, group_of_one, whiten, whiten_over, whiten_std, whiten_epsilon; "
-            "gae_lambda is an option of gae",
+            "gae_lambda is an option of bi_level_gae, gae. Fix: remove the key, or set "
+            "algorithm.advantage.estimator to one of these",
         ),
         (
             ["algorithm.advantage.estimator=rloo", "batch.samples_per_prompt=1"],

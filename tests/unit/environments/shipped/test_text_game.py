@@ -5,7 +5,6 @@ from random import Random
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.environments import Step
 from megarl.environments.registry import check_environment
 from megarl.environments.shipped.text_game import WAYS, build_house, read_command
 from tests.unit.environments.shipped.turns import question, task, turn
@@ -46,7 +45,7 @@ class Player:
 
 def begun(seed: int, **options) -> Player:
     game = TextGame(**options)
-    return Player(game, asyncio.run(game.reset(task(seed=seed)))[-1]["content"])
+    return Player(game, asyncio.run(game.reset(task(seed=seed))).messages[-1]["content"])
 
 
 @pytest.mark.parametrize("walls", [0.0, 0.5, 1.0])
@@ -101,9 +100,9 @@ def test_last_command_of_a_turn_counts(text, command):
 
 def test_unknown_command_is_reported():
     player = begun(0)
-    assert asyncio.run(player.game.step(turn("dance"))) == Step(
-        "That is not a command. The commands are north, south, east, west, take, open.", reward=0.0
-    )
+    step = asyncio.run(player.game.step(turn("dance")))
+    assert step.observation == "That is not a command. The commands are north, south, east, west, take, open."
+    assert (step.reward, step.done) == (0.0, False)
 
 
 def test_chest_is_locked_without_the_key():
@@ -113,9 +112,21 @@ def test_chest_is_locked_without_the_key():
 
 
 def test_messages_of_the_data_row_precede_the_game():
-    messages = asyncio.run(TextGame(rules=False).reset(task(question("Win!"))))
+    messages = asyncio.run(TextGame(rules=False).reset(task(question("Win!")))).messages
     assert messages[0]["content"] == "Win!" and messages[1]["content"].startswith("Doors: ")
-    assert [message["role"] for message in asyncio.run(TextGame().reset(task()))] == ["system", "user"]
+    assert [message["role"] for message in asyncio.run(TextGame().reset(task())).messages] == ["system", "user"]
+
+
+def test_state_is_the_room_and_the_key():
+    """Failed commands and a walk in a circle lead back to the state of the opening. The key changes it."""
+    game = TextGame(width=2, height=2, walls=0.0)
+    opening = asyncio.run(game.reset(task(seed=0))).state
+    ways = ("east", "west") if game.room[0] == 0 else ("west", "east")
+    states = [asyncio.run(game.step(turn(command))).state for command in ("dance", "open", *ways)]
+    assert states[:2] == [opening] * 2 and states[2] != opening and states[3] == opening
+    game.room = game.house.key
+    before = asyncio.run(game.step(turn("dance"))).state
+    assert asyncio.run(game.step(turn("take"))).state != before
 
 
 def test_house_with_two_rooms_is_rejected():
