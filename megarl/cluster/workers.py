@@ -11,8 +11,9 @@ from megarl.cluster.groups.engines import EngineGroup, engine_group
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
+from megarl.cluster.groups.teachers import TeacherGroup
 from megarl.cluster.groups.trainers import PARTS, ImageTrainerGroup, TrainerGroup
-from megarl.cluster.pending import Pending, first
+from megarl.cluster.pending import Pending, first, join
 from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
@@ -45,6 +46,7 @@ class Workers:
     """Whether a reward model shares devices with the engines."""
     model_folder: Path
     """Folder of the actor's model."""
+    teachers: Sequence[TeacherGroup] = ()
     environments: EnvironmentGroup | None = None
     """Processes that run rollouts in environments; None if each rollout is a single response to its prompt."""
     evaluation_environments: EnvironmentGroup | None = None
@@ -119,6 +121,7 @@ class Workers:
         self.trained.close()
         if isinstance(self.reward_model, RewardModelGroup):
             self.reward_model.close().result()
+        join([teacher.close() for teacher in self.teachers]).result()
 
 
 def launch_workers(
@@ -151,7 +154,10 @@ def launch_workers(
             _await_starts(starting, elapsed)  # sleeping engines free memory on shared devices for the models
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
     rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
-    for name, group in (("reward model", reward_model), ("rewards", rewards)):
+    models_of_teachers = zip(config.teachers.models, models.teachers.values(), placement.teachers, strict=False)
+    teachers = [TeacherGroup(session, config, *teacher) for teacher in models_of_teachers]
+    named_teachers = ((teacher.role, teacher) for teacher in teachers)
+    for name, group in (("reward model", reward_model), ("rewards", rewards), *named_teachers):
         if group is not None:
             starting[name] = group.start()
     environments = None
@@ -177,6 +183,7 @@ def launch_workers(
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,
+        teachers=teachers,
         environments=environments if config.has_environment else None,
         evaluation_environments=environments,
         refit=refit,

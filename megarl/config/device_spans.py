@@ -10,6 +10,7 @@ NAMES: dict[str, str] = {
     "critic": "critic",
     "reward_model": "reward-model",
     "implicit_reward": "implicit-reward",
+    "teachers": "teacher",
 }
 """Role -> name of the model's processes."""
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.core.completion import NO_ROUTE, CandidateIds
+from megarl.core.row_batch import TEACHER
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.token_batch import TokenBatch
 from megarl.data.packing import Packing, round_up
@@ -27,7 +28,8 @@ Reads = Literal["states", "tokens"]
 the token was sampled; `tokens` reads the token itself."""
 
 TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
-"""Per-token scores from passes and other models: field name of TokenBatch (old, …) -> sample id -> float32 [R]."""
+"""Per-token scores from passes and other models: field name of TokenBatch (old, …) or teacher/NAME -> sample id ->
+float32 [R]."""
 
 
 def collate(
@@ -78,11 +80,15 @@ def add_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
 
 
 def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
-    """Return the batch with per-token scores of its samples added."""
+    """Return the batch with per-token scores of its samples added. The teachers' log-probs become the columns of one
+    field."""
     device, fields = batch.tokens.device, {}
     for name, token_scores in scores.items():
         parts = [token_scores[item.sample.id].to(device) for item in samples]
         fields[name] = torch.cat([torch.empty(0, device=device), *parts])
+    teachers = [fields.pop(name) for name in scores if name.startswith(TEACHER)]
+    if teachers:
+        fields["teachers"] = torch.stack(teachers, -1)
     return replace(batch, **fields)
 
 

@@ -21,6 +21,7 @@ from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
 from megarl.megatron.advantages import (
     AnyBatch,
+    add_distillation,
     estimate_advantages,
     mean_advantages,
     moments,
@@ -28,6 +29,7 @@ from megarl.megatron.advantages import (
     with_advantages,
 )
 from megarl.megatron.configured_losses import (
+    configured_distillation,
     configured_imitation_loss,
     configured_policy_loss,
     configured_preference_loss,
@@ -88,7 +90,12 @@ class ActorWorker(TrainerWorker):
         algorithm, spec = config.algorithm, config.algorithm.objective.spec
         if spec.is_policy_objective:
             loss = configured_policy_loss(
-                algorithm, config.tolerance, self.kl_coefficient, has_moved=has_moved, penalty=self._penalty
+                algorithm,
+                config.tolerance,
+                self.kl_coefficient,
+                has_moved=has_moved,
+                penalty=self._penalty,
+                teachers=config.teachers.models if config.has_teachers else (),
             )
             is_first = not self._has_moved and not self._epoch
             makes_no_pass = parallel.returns_results() and is_first and self._settings.layout.cp == 1
@@ -181,7 +188,12 @@ class ActorWorker(TrainerWorker):
         if self._rank_moments:
             self._step_moments = sum_over_replicas(torch.stack(self._rank_moments).sum(0))
             self._rank_moments.clear()
-        return with_advantages(self._config.algorithm, batches, self._step_moments)
+        config = self._config
+        estimated = with_advantages(config.algorithm, batches, self._step_moments)
+        if not config.distills_by_advantage:
+            return estimated
+        divergence = configured_distillation(config.algorithm.distillation, config.teachers.models)
+        return add_distillation(estimated, divergence, config.algorithm.correction.old == "rollout")
 
     def end_step(self) -> None:
         super().end_step()
