@@ -85,8 +85,8 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The processes in a run. `teachers` lists the processes of each teacher. Without engines, there is no process for rewards. On CPU, models and engines take turns,
-    so each of them may use all cores on its node."""
+    """The processes in a run. `teachers` lists the processes of each teacher. Without engines, there is no process for
+    rewards. On CPU, models and engines take turns, so each of them may use all cores on its node."""
 
     nodes: tuple[Node, ...]
     trainers: tuple[Process, ...]

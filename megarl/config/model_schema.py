@@ -233,6 +233,11 @@ class RewardModel(Untrained):
         return self.input_format == "question"
 
 
+def teacher_key(name: str) -> str:
+    """Return the text that names the path of a teacher in errors and manifests."""
+    return f"teachers.models: {name}: path"
+
+
 class Teacher(Section):
     """A language model whose log-probs of the sampled tokens the actor learns to match."""
 
@@ -243,8 +248,7 @@ class Teacher(Section):
 
     @property
     def path_key(self) -> str:
-        """The text that names its path in errors."""
-        return f"teachers.models: {self.name}: path"
+        return teacher_key(self.name)
 
     @property
     def scores(self) -> str:

@@ -50,8 +50,8 @@ def add_distillation(
     divergence: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     old_is_rollout: bool,
 ) -> list[AnyBatch]:
-    """Subtract the old policy's divergence from the teachers from the advantage of each trained token. It is added after
-    whitening, so that its scale does not depend on the rewards.
+    """Subtract the old policy's divergence from the teachers from each trained token's advantage. Call it after
+    whitening, so that the divergence's scale does not depend on the rewards.
 
     Args:
         divergence: `kl.distillation` with its options bound.

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from megarl.config.model_schema import Role
+from megarl.config.model_schema import Role, teacher_key
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.denoiser import DenoiserShape, is_denoiser, pixels_per_latent
@@ -40,7 +40,7 @@ class ModelFolders:
     implicit_reward: Path | None
     draft: Path | None = None
     teachers: Mapping[str, Path] = field(default_factory=dict)
-    """Config key of the path -> folder of each teacher, in the order of teachers.models."""
+    """Name -> folder of each teacher, in the order of teachers.models."""
 
     @property
     def others(self) -> dict[str, Path]:
@@ -49,7 +49,7 @@ class ModelFolders:
             "critic.path": self.critic,
             "reward_model.path": self.reward_model,
             "implicit_reward.path": self.implicit_reward,
-            **self.teachers,
+            **{teacher_key(name): folder for name, folder in self.teachers.items()},
         }
         return {key: folder for key, folder in folders.items() if folder is not None}
 
@@ -67,6 +67,11 @@ class ModelFolders:
     @property
     def experts(self) -> Experts | None:
         return None if is_denoiser(self.hf_config) else experts(completed(self.hf_config))
+
+    @property
+    def teacher_configs(self) -> dict[str, dict[str, Any]]:
+        """The config.json of each teacher by name."""
+        return {name: read_config(folder) for name, folder in self.teachers.items()}
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
         """Return the Hugging Face config of each trained model, including the heads used in training."""
@@ -224,7 +229,7 @@ def _teachers(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> dict
             "tokens of the same text, aligned with the sampled tokens"
         )
         _check_tokenizer(config, teacher.path_key, teacher.path, folder, actor, fix)
-        folders[teacher.path_key] = folder
+        folders[teacher.name] = folder
     return folders
 
 

@@ -24,7 +24,7 @@ def passes(config: Config) -> tuple[Pass, ...]:
     return (
         _old_log_probs(config),
         _reference_log_probs(config),
-        _teacher_log_probs(config),
+        *_teacher_log_probs(config),
         Pass("implicit rewards", config.has_implicit_reward, f"implicit_reward.coefficient={coefficient:g}"),
         _critic_values(config),
     )
@@ -39,14 +39,12 @@ def _reference_log_probs(config: Config) -> Pass:
     return Pass("reference log-probs", True, f"{user}; {_reference(config.algorithm.kl)}")
 
 
-def _teacher_log_probs(config: Config) -> Pass:
+def _teacher_log_probs(config: Config) -> list[Pass]:
+    """Return the teachers' pass, or an empty list without teachers."""
     coefficient = config.algorithm.distillation.coefficient
-    if not config.teachers.models:
-        return Pass("teacher log-probs", False, "teachers.models=[]")
     names = ", ".join(teacher.name for teacher in config.teachers.models)
-    return Pass(
-        "teacher log-probs", config.has_teachers, f"algorithm.distillation.coefficient={coefficient:g}; {names}"
-    )
+    reason = f"algorithm.distillation.coefficient={coefficient:g}; teachers: {names}"
+    return [Pass("teacher log-probs", config.has_teachers, reason)] if names else []
 
 
 def _critic_values(config: Config) -> Pass:

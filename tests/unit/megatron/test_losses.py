@@ -88,3 +88,27 @@ def test_epochs_have_different_draws():
     draws = [_draw(training_ref(sample, 1.0), epoch) for epoch in (0, 1, 2, 1)]
     assert torch.equal(draws[1], draws[3])
     assert len({tuple(draw.tolist()) for draw in draws}) == 3
+
+
+def test_distillation_in_the_loss_is_added_and_measured():
+    """Σ w·Σ_k c·w_k·d²/2 on trained tokens, and the metric of each teacher is its mean d. The loss without teachers is
+    the same except for this term."""
+    keys = ["model.path=m", "data.source=arithmetic", "algorithm.distillation={placement: loss, coefficient: 0.5}"]
+    config = load(BASE, [*keys, "teachers.models=[{name: a, path: x}, {name: b, path: y, weight: 3.0}]"])
+    mask = (True, False, True)
+    sample = Sample("s", Prompt("p", "", (7, 8)), (9,) * 3, (-1.0,) * 3, mask, (VersionRun(0, 3),), "stop", "")
+    scores = {"teacher/a": [-2.0, torch.nan, -0.5], "teacher/b": [-1.0, torch.inf, -3.0]}
+    given = {name: {"s": torch.tensor(values)} for name, values in scores.items()}
+    ref = training_ref(sample, 1.0, NO_BASELINE, 1.0)
+    [batch] = with_advantages(config.algorithm, [collate([ref], packing(), **given)])
+    scored = torch.tensor([[-1.5, 2.0], [-1.0, 3.0], [-2.5, 4.0]])
+    loss = configured_policy_loss(config.algorithm, config.tolerance, 0.0, teachers=config.teachers.models)
+    plain = configured_policy_loss(config.algorithm, config.tolerance, 0.0)
+    squares = {"a": (0.5**2, 2.0**2), "b": (0.5**2, 0.5**2)}
+    per_token = [0.5 * (squares["a"][i] / 2 + 3 * squares["b"][i] / 2) for i in range(2)]
+    weight = batch.weight[0]
+    terms = loss.terms(batch, scored)
+    assert float(terms.loss - plain.terms(batch, scored).loss) == pytest.approx(float(weight) * sum(per_token))
+    metrics = read(loss.metrics(batch, terms))
+    assert metrics["kl/teacher_a"].value == pytest.approx((0.5 - 2.0) / 2)
+    assert metrics["kl/teacher_b"].value == pytest.approx((-0.5 + 0.5) / 2)
