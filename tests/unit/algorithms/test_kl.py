@@ -149,11 +149,11 @@ def test_token_estimators_use_the_kl_to_go(estimator):
 
 @pytest.mark.parametrize("placement", ["advantage", "loss"])
 def test_distillation_has_the_gradient_of_the_divergence(placement):
-    """The gradient of Σ π·(−A·log π) with A = −K, and that of Σ π·K as a loss, in expectation over the policy's tokens."""
+    """In expectation over the policy's tokens: Σ π·(−A·log π) with A = −K, and Σ π·K as a loss."""
     logits, policy, first = two_policies()
     second = torch.randn(20, dtype=torch.float64).log_softmax(-1)
     weights = [0.25, 2.0]
-    divergence = sum(w * (policy.exp() * (policy - teacher)).sum() for w, teacher in zip(weights, (first, second)))
+    divergence = sum(w * (policy.exp() * (policy - teacher)).sum() for w, teacher in ((0.25, first), (2.0, second)))
     [expected] = torch.autograd.grad(divergence, logits, retain_graph=True)
     teachers, mask = torch.stack((first, second), -1), torch.ones(20, dtype=torch.bool)
     options = dict(weights=weights, estimator=kl.distillation_estimator(placement), limit=None)
