@@ -18,6 +18,7 @@ gradient of the divergence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,6 +76,10 @@ def usual_estimator(placement: str, level: str) -> str:
     return "k3" if level == "token" else "k2"
 
 
+UNTAUGHT = math.inf
+"""Stands for a teacher's log-probs of samples that the teacher does not score. No log-prob is positive."""
+
+
 def distillation_estimator(placement: str) -> str:
     """Return the estimator of the divergence from a teacher whose gradient is that of KL(π ‖ π_teacher): k1 in the
     advantage, and k2 in the loss. The placement is "advantage" or "loss"."""
@@ -99,14 +104,15 @@ def distillation(
 
     Args:
         log_prob: float32 [N], log-probs of sampled tokens under the student.
-        teachers: float32 [N, K], log-probs of the same tokens under each teacher.
+        teachers: float32 [N, K], log-probs of the same tokens under each teacher, or UNTAUGHT. Such a teacher has no
+            part in the token's divergence.
         mask: bool [N], true for trained tokens.
         weights: w_k of each teacher.
         limit: the bound on each estimate, as in `estimate`.
     """
     assert teachers.shape == (len(log_prob), len(weights)), f"teachers has shape {tuple(teachers.shape)}"
     require_one_shape(log_prob=log_prob, mask=mask)
-    log_ratio = (log_prob[:, None] - teachers).where(mask[:, None], 0.0)
+    log_ratio = (log_prob[:, None] - teachers).where(mask[:, None] & (teachers != UNTAUGHT), 0.0)
     return estimate(estimator, log_ratio, limit=limit) @ log_ratio.new_tensor(weights)
 
 

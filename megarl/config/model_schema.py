@@ -245,6 +245,11 @@ class Teacher(Section):
     path: Text
     revision: Text | None = None
     weight: PositiveFloat = 1.0
+    sources: list[Text] | None = None
+
+    def applies_to(self, source: Any) -> bool:
+        """Return whether the actor learns from the teacher on rows from this source."""
+        return self.sources is None or source in self.sources
 
     @property
     def path_key(self) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megarl.algorithms.kl import UNTAUGHT
 from megarl.core.completion import NO_ROUTE, CandidateIds
 from megarl.core.row_batch import TEACHER
 from megarl.core.sample import Sample, SampleRef
@@ -81,12 +82,20 @@ def add_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
 
 def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
     """Return the batch with per-token scores of its samples added. The teachers' log-probs become the columns of one
-    field."""
-    device, fields = batch.tokens.device, {}
-    for name, token_scores in scores.items():
-        parts = [token_scores[item.sample.id].to(device) for item in samples]
-        fields[name] = torch.cat([torch.empty(0, device=device), *parts])
-    teachers = [fields.pop(name) for name in scores if name.startswith(TEACHER)]
+    field. A teacher may lack some samples."""
+    device = batch.tokens.device
+
+    def joined(token_scores: Mapping[str, torch.Tensor], default: float | None = None) -> torch.Tensor:
+        parts = [
+            token_scores[item.sample.id].to(device)
+            if default is None or item.sample.id in token_scores
+            else torch.full((len(item.sample.response_ids),), default, device=device)
+            for item in samples
+        ]
+        return torch.cat([torch.empty(0, device=device), *parts])
+
+    fields = {name: joined(values) for name, values in scores.items() if not name.startswith(TEACHER)}
+    teachers = [joined(values, UNTAUGHT) for name, values in scores.items() if name.startswith(TEACHER)]
     if teachers:
         fields["teachers"] = torch.stack(teachers, -1)
     return replace(batch, **fields)

@@ -59,12 +59,10 @@ def add_distillation(
     """
     distilled = []
     for batch in batches:
-        if len(batch.row_sample):
-            old = batch.rollout_logprobs if old_is_rollout else batch.old
-            assert old is not None and batch.teachers is not None, "the batch lacks log-probs"
-            advantage = advantage_of(batch) - divergence(old, batch.teachers, batch.mask)
-            batch = replace(batch, advantage=advantage)
-        distilled.append(batch)
+        old = batch.rollout_logprobs if old_is_rollout else batch.old
+        assert old is not None and batch.teachers is not None, "the batch lacks log-probs"
+        advantage = advantage_of(batch) - divergence(old, batch.teachers, batch.mask)
+        distilled.append(replace(batch, advantage=advantage))
     return distilled
 
 

@@ -62,7 +62,8 @@ def policy_metrics(
         sums |= _reference_metrics(batch, terms.kl, terms.samples.share_at_level(kl_level), kl_name, kl_coefficient)
     if batch.teachers is not None:
         for name, log_probs in zip(teachers, batch.teachers.unbind(-1), strict=True):
-            sums[f"kl/teacher_{name}"] = mean(kl.k1(terms.old - log_probs), mask)
+            taught = mask & (log_probs != kl.UNTAUGHT)
+            sums[f"kl/teacher_{name}"] = mean(kl.k1(terms.old - log_probs).where(taught, 0.0), taught)
     sums["policy/loss"] = total(terms.actor_loss)
     return sums if terms.value is None else sums | value_metrics(batch, terms.value)
 

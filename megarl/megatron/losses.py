@@ -191,7 +191,7 @@ def policy_loss(
     kl_estimate = estimate_kl(batch, log_prob, samples)
     if kl_estimate is not None and kl_coefficient is not None:
         loss = loss + kl_coefficient * (weight * kl_estimate).sum()
-    if distillation is not None and len(log_prob):
+    if distillation is not None:
         assert batch.teachers is not None, "the batch has no log-probs under the teachers"
         loss = loss + (weight * distillation(log_prob, batch.teachers, batch.mask)).sum()
     whole, value = loss, None

@@ -117,7 +117,7 @@ def train_time(
     volume["replicas"] = steps * sum(size for size, _, _ in groups)
     return TrainTime(
         passes={name: forwards * seconds for name, seconds in forward.items() if seconds and forwards},
-        update={name: steps * seconds for name, seconds in update.items() if seconds},
+        update={name: steps * seconds for name, seconds in update.items() if seconds and steps},
         microbatches=count,
         bubble=bubble,
         volume={name: size for name, size in volume.items() if size},

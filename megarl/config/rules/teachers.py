@@ -23,4 +23,17 @@ def distillation_alone_needs_no_rounds(config: Config) -> Iterator[str]:
         )
 
 
-RULES = (teachers_have_distinct_names, distillation_alone_needs_no_rounds)
+def teacher_sources_require_source_column(config: Config) -> Iterator[str]:
+    named = next((teacher for teacher in config.teachers.models if teacher.sources is not None), None)
+    if named is not None and not config.is_offline and config.data.source_column is None:
+        yield (
+            f"teachers.models: {named.name} with sources={named.sources}: the source of a row is unknown, because "
+            "data.source_column=null. Fix: set data.source_column"
+        )
+
+
+RULES = (
+    teachers_have_distinct_names,
+    distillation_alone_needs_no_rounds,
+    teacher_sources_require_source_column,
+)

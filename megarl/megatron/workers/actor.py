@@ -12,11 +12,13 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl.algorithms.kl import adapted, adapted_penalty, kl_reward
+from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 from megarl.core.token_batch import Scoring, TokenBatch
+from megarl.data.collate import TokenScores
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
 from megarl.megatron.advantages import (
@@ -95,7 +97,7 @@ class ActorWorker(TrainerWorker):
                 self.kl_coefficient,
                 has_moved=has_moved,
                 penalty=self._penalty,
-                teachers=config.teachers.models if config.has_teachers else (),
+                teachers=self._teachers,
             )
             is_first = not self._has_moved and not self._epoch
             makes_no_pass = parallel.returns_results() and is_first and self._settings.layout.cp == 1
@@ -177,6 +179,15 @@ class ActorWorker(TrainerWorker):
         masks = {item.sample.id: torch.tensor(item.sample.response_mask) for item in batch.samples}
         return {name: kl_reward(old[name].cpu(), reference[name].cpu(), mask, *options) for name, mask in masks.items()}
 
+    def _dispatched(self, batch: LocalBatch) -> TokenScores:
+        """Return the scores from other models. Each teacher has an entry, even if it scored none of this rank's
+        samples."""
+        return {teacher.scores: {} for teacher in self._teachers} | super()._dispatched(batch)
+
+    @property
+    def _teachers(self) -> Sequence[Teacher]:
+        return self._config.teachers.models if self._config.has_teachers else ()
+
     def note_advantages(self, batch: LocalBatch) -> None:
         """Record the moments of an update's advantages. Call it for every update before the step's first update,
         because all updates are whitened together."""
@@ -192,7 +203,7 @@ class ActorWorker(TrainerWorker):
         estimated = with_advantages(config.algorithm, batches, self._step_moments)
         if not config.distills_by_advantage:
             return estimated
-        divergence = configured_distillation(config.algorithm.distillation, config.teachers.models)
+        divergence = configured_distillation(config.algorithm.distillation, self._teachers)
         return add_distillation(estimated, divergence, config.algorithm.correction.old == "rollout")
 
     def end_step(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.config.model_schema import Placed, Teacher
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, prefix_lines
 from megarl.models.classifier import score_head_of
 from megarl.models.denoiser import DenoiserShape, is_denoiser
 from megarl.models.families import completed
@@ -159,9 +159,12 @@ def _check_language_model(
 def check_teacher_model(
     config: Config, teacher: Teacher, hf_config: Mapping[str, Any], teacher_hf_config: Mapping[str, Any]
 ) -> None:
-    """Check the config against the config.json of a teacher, as in `check_model`."""
-    placed = config.teachers.only(teacher)
-    _check_language_model(config, placed, hf_config, teacher_hf_config, "the divergence from a teacher requires")
+    """Check the config against the config.json of a teacher, as in `check_model`. Each line names the teacher."""
+    placed, purpose = config.teachers.only(teacher), "the divergence from a teacher requires"
+    try:
+        _check_language_model(config, placed, hf_config, teacher_hf_config, purpose)
+    except UserError as error:
+        raise UserError(prefix_lines(f"teachers.models: {teacher.name}: ", str(error))) from None
 
 
 _PLACED_MODEL_RULES = (

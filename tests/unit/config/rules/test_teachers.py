@@ -5,7 +5,7 @@ import pytest
 from tests.unit.config.rules.recipes import errors, recipe
 
 TEACHERS = "teachers.models=[{name: math, path: large}, {name: code, path: larger, weight: 0.5}]"
-SHOWN = "teachers.models=[{name: math, path: large, revision: null, weight: 1.0}, ...: has no effect unless "
+SHOWN = "teachers.models=[{name: math, path: large, revision: null, sources: null,...: has no effect unless "
 ALONE = "rewards.functions=[]"
 
 
@@ -41,6 +41,10 @@ def test_null_removes_the_teachers() -> None:
         (
             [TEACHERS, ALONE, "batch.sampling_rounds=2"],
             "batch.sampling_rounds=2: dynamic sampling replaces prompts whose samples have equal rewards, but with",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, sources: [math]}]"],
+            "teachers.models: a with sources=['math']: the source of a row is unknown, because data.source_column=",
         ),
         (
             ["algorithm.distillation.placement=loss"],
