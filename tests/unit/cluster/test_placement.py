@@ -110,6 +110,16 @@ def test_teachers_share_devices_with_each_other(where: str, first: int) -> None:
     assert "6 teacher-math × 1 thread on GPUs" in placement.describe()
 
 
+def test_teacher_is_alone_only_without_others() -> None:
+    one, two = (
+        f"teachers.models=[{models}]" for models in ("{name: a, path: x}", "{name: a, path: x}, {name: b, path: y}")
+    )
+    apart = "cluster.placement=disaggregated"
+    assert is_alone(load(QUICKSTART, [one, apart]), "teachers")
+    assert not is_alone(load(QUICKSTART, [two, apart]), "teachers")
+    assert not is_alone(load(QUICKSTART, [one]), "teachers") and not is_alone(load(QUICKSTART, [one]), "actor")
+
+
 def test_description_lists_the_gpus_of_each_role() -> None:
     described = placed(*ALL_ROLES, "cluster.placement=disaggregated", cores=8, on_gpus=True).describe()
     assert described == (
