@@ -203,7 +203,7 @@ class Untrained(Section):
     """Models that only run forward passes. Settings that only trained models can configure are constants here."""
 
     overlap_communication: ClassVar[bool] = False
-    recompute: ClassVar[str] = "none"
+    recompute: ClassVar[Literal["none"]] = "none"
     fp8: ClassVar[None] = None
     adapters: ClassVar[None] = None
     megatron_overrides: ClassVar[MegatronOverrides] = MegatronOverrides(model={}, optimizer={}, ddp={})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.baselines import MovingAverage
@@ -95,7 +95,7 @@ def _dispatch_with_passes(
     epochs: Sequence[Sequence[Sequence[SampleRef]]],
     rewards: TokenRewards,
     number: int,
-    teachers: Mapping[str, Scores] | None = None,
+    teachers: dict[str, Scores] | None = None,
 ) -> dict[Role, list[Updates]]:
     """Dispatch the samples, and run the forward-only passes that the updates need on the first epoch's batches: the
     critic's values and the policies' log-probs. Return each epoch's batches for the models that this step trains, which

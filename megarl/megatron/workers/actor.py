@@ -18,7 +18,6 @@ from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 from megarl.core.token_batch import Scoring, TokenBatch
-from megarl.data.collate import TokenScores
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
 from megarl.megatron.advantages import (
@@ -179,10 +178,11 @@ class ActorWorker(TrainerWorker):
         masks = {item.sample.id: torch.tensor(item.sample.response_mask) for item in batch.samples}
         return {name: kl_reward(old[name].cpu(), reference[name].cpu(), mask, *options) for name, mask in masks.items()}
 
-    def _dispatched(self, batch: LocalBatch) -> TokenScores:
+    def _dispatched(self, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
         """Return the scores from other models. Each teacher has an entry, even if it scored none of this rank's
         samples."""
-        return {teacher.scores: {} for teacher in self._teachers} | super()._dispatched(batch)
+        teachers: dict[str, dict[str, torch.Tensor]] = {teacher.scores: {} for teacher in self._teachers}
+        return teachers | super()._dispatched(batch)
 
     @property
     def _teachers(self) -> Sequence[Teacher]:

@@ -344,8 +344,8 @@ class TrainerWorker(WeightSource, ABC):
     def _with_all_scores(self, batch: LocalBatch) -> list[TokenBatch]:
         return self._scored(batch, self._kept | self._dispatched(batch))
 
-    def _dispatched(self, batch: LocalBatch) -> TokenScores:
-        """Return the scores from other models."""
+    def _dispatched(self, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the scores from other models, as TokenScores."""
         names = dict.fromkeys(name for item in batch.samples for name in item.scores)
         return {
             name: {item.sample.id: item.scores[name] for item in batch.samples if name in item.scores} for name in names
