@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.cluster.rank_batch import RankBatch
 from megarl.config.schema import Config
+from megarl.core.metrics import merge
 from megarl.core.sample import Sample, SampleRef
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.teacher import TeacherWorker
@@ -38,7 +39,8 @@ LAYOUTS = {
 }
 GROUPS = random_groups(0)
 SAMPLES = [sample for group in GROUPS for sample, _ in group]
-COEFFICIENT, WEIGHTS = 0.7, {"large": 1.0, "small": 0.5}
+COEFFICIENT, WEIGHTS = 0.7, {"idle": 2.0, "large": 1.0, "small": 0.5}
+"""The idle teacher has no sample of its sources."""
 TAUGHT_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
 """The samples of the small teacher's sources. The large teacher scores all samples."""
 
@@ -49,7 +51,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96)
     larger = dict(num_heads=6, num_kv_heads=3, hidden_size=192, intermediate_size=144, num_layers=4, tied=False)
     kinds = {"student": sizes | {"seed": 0}, "small": sizes | {"seed": 1}, "large": larger | {"seed": 2}}
-    return {name: write_tiny_llama(tmp_path_factory.mktemp(name), **keys) for name, keys in kinds.items()}
+    folders = {name: write_tiny_llama(tmp_path_factory.mktemp(name), **keys) for name, keys in kinds.items()}
+    return folders | {"idle": folders["small"]}
 
 
 def recipe(folders: dict[str, Path], *overrides: str) -> Config:
@@ -137,22 +140,24 @@ def plain_gradients(folder: Path, scores: dict[str, dict[str, torch.Tensor]]) ->
 @pytest.mark.parametrize("placement", ["advantage", "loss"])
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "PP2", "CP2"))
 def test_distillation_alone_has_the_plain_gradient(folders, layout, placement):
-    """All rewards are equal, so that the gradient comes from two teachers with different weights. In the loss, k2 has
-    the same gradient as k1 in the advantage. Masked tokens have no part."""
+    """All rewards are equal, so that the gradient comes from two teachers with different weights, and whitening has no
+    effect on it. In the loss, k2 has the same gradient as k1 in the advantage. Masked tokens have no part."""
     keys = (f"actor.layout={LAYOUTS[layout]}", f"algorithm.distillation.placement={placement}")
-    config = recipe(folders, *keys, "rewards.functions=[]", "algorithm.advantage.estimator=policy_gradient")
+    advantage = "algorithm.advantage={estimator: policy_gradient, whiten: true}"
+    config = recipe(folders, *keys, "rewards.functions=[]", advantage)
     groups = [[(sample, 0.0) for sample, _ in group] for group in GROUPS]
-    by_teacher = {name: plain_log_probs(folders[name]) for name in WEIGHTS}
+    by_teacher = {name: plain_log_probs(folders[name]) for name in ("large", "small")}
     exact, plain = ({f"teacher/{name}": found[i] for name, found in by_teacher.items()} for i in range(2))
     for scores in (exact, plain):
         own = scores["teacher/small"]
         scores["teacher/small"] = {name: values for name, values in own.items() if name in TAUGHT_BY_SMALL}
+        scores["teacher/idle"] = {}
     given = {name: {i: values.float() for i, values in of_teacher.items()} for name, of_teacher in exact.items()}
     ranks = run_ranks(config.actor.layout.world_size, distill, config, folders["student"], groups, given)
     reference = expected(lambda: plain_gradients(folders["student"], exact if _is_double() else plain))
     assert_close(canonical(folders["student"], ranks, "gradients"), *reference, "gradient")
-    metrics = next(rank.metrics for rank in ranks if rank.metrics)
-    assert {name for name in metrics if name.startswith("kl/")} == {f"kl/teacher_{name}" for name in WEIGHTS}
+    metrics = merge([rank.metrics for rank in ranks if rank.metrics])
+    assert {name for name in metrics if name.startswith("kl/")} == {"kl/teacher_large", "kl/teacher_small"}
 
 
 def _is_double() -> bool:

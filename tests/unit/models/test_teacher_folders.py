@@ -46,14 +46,16 @@ def test_teachers_of_other_sizes_are_found_by_name(actor, teacher):
     assert identities["teachers.models: large: path"]["folder"] == str(teacher)
 
 
-@pytest.mark.parametrize("kind", ["other tokens", "another special token", "a swapped token"])
+@pytest.mark.parametrize("kind", ["other tokens", "another special token", "missing tokens", "a swapped token"])
 def test_another_tokenizer_is_refused_by_its_first_id(actor, teacher, kind):
-    tokenizer, named = tiny_tokenizer(), "id 99 is '<filler99>' instead of '<filler99>'"
+    tokenizer = tiny_tokenizer()
     if kind == "other tokens":
         tokenizer, named = merging_tokenizer(vocab_size=128 + 172), "id 0 is '<s>' instead of '<pad>'"
     elif kind == "another special token":
         tokenizer.add_tokens(["<|tool|>"], special_tokens=True)
         named = "1 of 128 ids differ: id 128 is '<|tool|>' instead of no token"
+    elif kind == "missing tokens":
+        tokenizer, named = tiny_tokenizer(126), "2 of 128 ids differ: id 126 is no token instead of '<filler126>'"
     else:
         swapped = json.loads(tokenizer.backend_tokenizer.to_str())
         vocab = swapped["model"]["vocab"]
