@@ -154,12 +154,14 @@ def launch_workers(
             _await_starts(starting, elapsed)  # sleeping engines free memory on shared devices for the models
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
     rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
-    models_of_teachers = zip(config.teachers.models, models.teachers.values(), placement.teachers, strict=False)
-    teachers = [TeacherGroup(session, config, *teacher) for teacher in models_of_teachers]
-    named_teachers = ((teacher.role, teacher) for teacher in teachers)
-    for name, group in (("reward model", reward_model), ("rewards", rewards), *named_teachers):
+    for name, group in (("reward model", reward_model), ("rewards", rewards)):
         if group is not None:
             starting[name] = group.start()
+    teachers = _teachers(session, config, models, placement)
+    for teacher in teachers:
+        starting[teacher.role] = teacher.start()
+        if config.teachers.offload:  # a started teacher has offloaded its weights
+            _await_starts(starting, elapsed)
     environments = None
     if placement.environments:
         environments = EnvironmentGroup(session, config, models.actor, placement.environments, engines)
@@ -205,6 +207,14 @@ def _await_starts(starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> No
 def _start_trained(group: TrainerGroup, checkpoint: Checkpoint | None) -> Pending[Any]:
     started = group.start()
     return started if checkpoint is None else started.then(lambda _: group.load_checkpoint(checkpoint))
+
+
+def _teachers(session: Session, config: Config, models: ModelFolders, placement: Placement) -> list[TeacherGroup]:
+    by_name = {teacher.name: teacher for teacher in config.teachers.models}
+    return [
+        TeacherGroup(session, config, by_name[name], folder, processes)
+        for (name, folder), processes in zip(models.teachers.items(), placement.teachers, strict=True)
+    ]
 
 
 def _reward_model(
