@@ -63,6 +63,8 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     elapsed = ElapsedTime()
     data = context.data
     assert isinstance(data, PromptSet), "expected prompts, but the data contains responses"
+    for teacher in workers.teachers:
+        teacher.select(data.prompts, config.data.source_column)
     logprob_check = LogprobCheck(config, workers, data)
     for attempt in workers.trained.attempts():
         with attempt:

@@ -18,7 +18,8 @@ gradient of the divergence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.algorithms.policy_loss import bounded
@@ -73,6 +74,46 @@ def usual_estimator(placement: str, level: str) -> str:
     if placement == "reward":
         return "k1"
     return "k3" if level == "token" else "k2"
+
+
+UNTAUGHT = math.inf
+"""Stands for a teacher's log-probs of samples that the teacher does not score. No log-prob is positive."""
+
+
+def distillation_estimator(placement: str) -> str:
+    """Return the estimator of the divergence from a teacher whose gradient is that of KL(π ‖ π_teacher): k1 in the
+    advantage, and k2 in the loss. The placement is "advantage" or "loss"."""
+    return "k1" if placement == "advantage" else "k2"
+
+
+def distillation(
+    log_prob: torch.Tensor,
+    teachers: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    estimator: str,
+    limit: float | None,
+) -> torch.Tensor:
+    """Return Σ_k w_k·K(log π − log π_k) over teachers k, float32 [N], differentiable in log_prob; 0 where the mask is
+    false.
+
+    On-policy distillation (https://arxiv.org/abs/2306.13649; https://thinkingmachines.ai/blog/on-policy-distillation)
+    minimizes the divergence on the student's own samples. Each token counts by itself: as an advantage, −K is the
+    reward to go with discount 0.
+
+    Args:
+        log_prob: float32 [N], log-probs of sampled tokens under the student.
+        teachers: float32 [N, K], log-probs of the same tokens under each teacher, or UNTAUGHT. Such a teacher has no
+            part in the token's divergence.
+        mask: bool [N], true for trained tokens.
+        weights: w_k of each teacher.
+        limit: the bound on each estimate, as in `estimate`.
+    """
+    assert teachers.shape == (len(log_prob), len(weights)), f"teachers has shape {tuple(teachers.shape)}"
+    require_one_shape(log_prob=log_prob, mask=mask)
+    log_ratio = (log_prob[:, None] - teachers).where(mask[:, None] & (teachers != UNTAUGHT), 0.0)
+    return estimate(estimator, log_ratio, limit=limit) @ log_ratio.new_tensor(weights)
 
 
 def estimate(

@@ -47,7 +47,7 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
     ends = {end for span in spans.values() for end in (span.start, span.stop - 1)}
     for gpu in sorted(ends.union(range(num_gpus)).intersection(spans[ENGINE])):
         policy = policy_hf_config(config, models.hf_config)
-        load = fullest_phase(config, policy, trained, reward, gpu, num_gpus, draft)
+        load = fullest_phase(config, policy, trained, reward, gpu, num_gpus, draft, models.teacher_configs)
         raise_all([fits(gpu, device.memory_bytes(gpu % num_gpus), load)])
 
 
@@ -61,7 +61,8 @@ def check_host_memory(config: Config, models: ModelFolders) -> None:
 def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
     """Return the host memory in bytes that the run uses at all times, by purpose."""
     draft = None if models.draft is None else read_config(models.draft)
-    held = Models.of(models.trained(config), lora=config.actor.adapters, draft=draft)
+    teachers = models.teacher_configs
+    held = Models.of(models.trained(config), lora=config.actor.adapters, draft=draft, teachers=teachers)
     return min_host_bytes(config, held, ModelParameters(policy_hf_config(config, models.hf_config)))
 
 

@@ -85,4 +85,4 @@ def _num_scores(config: Config) -> int:
     rewards_tokens = config.has_reward_model or any(function.per_turn for function in config.rewards.functions)
     process_rewards = rewards_tokens and config.algorithm.advantage.credits_to_go
     models = (config.has_critic, config.has_implicit_reward, config.has_reward_model, config.kl_in_reward)
-    return sum(models) + process_rewards
+    return sum(models) + process_rewards + (len(config.teachers.models) if config.has_teachers else 0)

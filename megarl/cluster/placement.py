@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, devices_per_node, num_devices
-from megarl.config.model_schema import Placed, RewardModel
+from megarl.config.model_schema import Placed, RewardModel, Teacher
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.cores import usable_cores
@@ -85,8 +85,8 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The processes in a run. Without engines, there is no process for rewards. On CPU, models and engines take turns,
-    so each of them may use all cores on its node."""
+    """The processes in a run. `teachers` lists the processes of each teacher. Without engines, there is no process for
+    rewards. On CPU, models and engines take turns, so each of them may use all cores on its node."""
 
     nodes: tuple[Node, ...]
     trainers: tuple[Process, ...]
@@ -96,10 +96,11 @@ class Placement:
     engines: tuple[Process, ...]
     rewards: tuple[Process, ...]
     environments: tuple[Process, ...] = ()
+    teachers: tuple[tuple[Process, ...], ...] = ()
 
     @property
     def groups(self) -> Iterator[tuple[Process, ...]]:
-        ranks = (self.trainers, self.critics, self.reward_models, self.implicit_rewards, self.engines)
+        ranks = (self.trainers, self.critics, self.reward_models, self.implicit_rewards, *self.teachers, self.engines)
         return (group for group in (*ranks, self.environments, self.rewards) if group)
 
     def describe(self) -> str:
@@ -138,6 +139,10 @@ def place(
         updates_on_host = settings.megatron_overrides.optimizer.get("optimizer_cpu_offload", False)
         return processes(role, 1, settings.threads or (1 if on_gpus and not updates_on_host else None))
 
+    def teacher_ranks(teacher: Teacher) -> tuple[Process, ...]:
+        role = f"{NAMES['teachers']}-{teacher.name}"
+        return tuple(replace(process, role=role) for process in ranks(config.teachers))
+
     def processes(role: str, size: int, threads: int | None, weights: Sequence[int] = ()) -> tuple[Process, ...]:
         """Return processes with `size` ranks each. weights: GPUs with model weights that the processes may read."""
         span, result = spans[role], []
@@ -164,6 +169,7 @@ def place(
         engines=engines,
         rewards=() if config.is_offline else (_rewards(config, nodes[0]),),
         environments=_environments(config, engines) if config.plays_in_environments else (),
+        teachers=tuple(map(teacher_ranks, config.teachers.models if config.has_teachers else ())),
     )
 
 

@@ -11,8 +11,9 @@ from megarl.cluster.groups.engines import EngineGroup, engine_group
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
+from megarl.cluster.groups.teachers import TeacherGroup
 from megarl.cluster.groups.trainers import PARTS, ImageTrainerGroup, TrainerGroup
-from megarl.cluster.pending import Pending, first
+from megarl.cluster.pending import Pending, first, join
 from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
@@ -45,6 +46,7 @@ class Workers:
     """Whether a reward model shares devices with the engines."""
     model_folder: Path
     """Folder of the actor's model."""
+    teachers: Sequence[TeacherGroup] = ()
     environments: EnvironmentGroup | None = None
     """Processes that run rollouts in environments; None if each rollout is a single response to its prompt."""
     evaluation_environments: EnvironmentGroup | None = None
@@ -119,6 +121,7 @@ class Workers:
         self.trained.close()
         if isinstance(self.reward_model, RewardModelGroup):
             self.reward_model.close().result()
+        join([teacher.close() for teacher in self.teachers]).result()
 
 
 def launch_workers(
@@ -154,6 +157,11 @@ def launch_workers(
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
         if group is not None:
             starting[name] = group.start()
+    teachers = _teachers(session, config, models, placement)
+    for teacher in teachers:
+        starting[teacher.role] = teacher.start()
+        if config.teachers.offload:  # a started teacher has offloaded its weights
+            _await_starts(starting, elapsed)
     environments = None
     if placement.environments:
         environments = EnvironmentGroup(session, config, models.actor, placement.environments, engines)
@@ -177,6 +185,7 @@ def launch_workers(
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,
+        teachers=teachers,
         environments=environments if config.has_environment else None,
         evaluation_environments=environments,
         refit=refit,
@@ -198,6 +207,14 @@ def _await_starts(starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> No
 def _start_trained(group: TrainerGroup, checkpoint: Checkpoint | None) -> Pending[Any]:
     started = group.start()
     return started if checkpoint is None else started.then(lambda _: group.load_checkpoint(checkpoint))
+
+
+def _teachers(session: Session, config: Config, models: ModelFolders, placement: Placement) -> list[TeacherGroup]:
+    by_name = {teacher.name: teacher for teacher in config.teachers.models}
+    return [
+        TeacherGroup(session, config, by_name[name], folder, processes)
+        for (name, folder), processes in zip(models.teachers.items(), placement.teachers, strict=True)
+    ]
 
 
 def _reward_model(

@@ -20,9 +20,10 @@ from megarl.core.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, Pos
 from megarl.core.user_file import is_in_file
 
 if TYPE_CHECKING:
-    KLEstimatorName = Aggregation = str
+    KLEstimatorName = TokenKL = Aggregation = str
 else:  # type checkers cannot evaluate these tables
     KLEstimatorName, Aggregation = Literal[(*KL_ESTIMATORS, *STEP_KLS)], Literal[tuple(AGGREGATIONS)]
+    TokenKL = Literal[tuple(KL_ESTIMATORS)]
 
 
 class Variant(Section):
@@ -193,6 +194,14 @@ class KL(Section):
         return self.renew_steps is not None and step % self.renew_steps == 0
 
 
+class Distillation(Section):
+    placement: Literal["advantage", "loss"]
+    estimator: TokenKL | None
+    """Never None once the whole configuration is loaded, if it has teachers."""
+    limit: PositiveFloat | None
+    coefficient: NonNegativeFloat
+
+
 class TrustRegion(Section):
     kl_limit: PositiveFloat | None
     iterations: PositiveInt
@@ -217,6 +226,7 @@ class Algorithm(Section):
     correction: Correction
     value: Value
     kl: KL
+    distillation: Distillation
     trust_region: TrustRegion
 
     @property

@@ -45,6 +45,7 @@ class Roles(Section):
     critic: Devices | None
     implicit_reward: Devices | None
     reward_model: Devices | None
+    teachers: Devices | None
     rollout: Devices | None
 
     @property

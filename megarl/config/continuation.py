@@ -100,6 +100,7 @@ ALLOWABLE = (
     "algorithm.kl.estimator",
     "algorithm.kl.limit",
     "algorithm.kl.adaptive_*",
+    "algorithm.distillation.*",
     "batch.*",
     "rewards.*",
     "reward_model.weight",

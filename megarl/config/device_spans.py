@@ -10,6 +10,7 @@ NAMES: dict[str, str] = {
     "critic": "critic",
     "reward_model": "reward-model",
     "implicit_reward": "implicit-reward",
+    "teachers": "teacher",
 }
 """Role -> name of the model's processes."""
 
@@ -62,4 +63,5 @@ def is_alone(config: Config, role: MegatronRole) -> bool:
     """Return whether no other model or engine uses this model's devices."""
     spans = device_spans(config)
     model_span = spans.pop(NAMES[role])
-    return not any(overlap(model_span, span) for span in spans.values())
+    has_siblings = role == "teachers" and len(config.teachers.models) > 1
+    return not has_siblings and not any(overlap(model_span, span) for span in spans.values())

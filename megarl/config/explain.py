@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.learning_rate import learning_rate
+from megarl.config.model_schema import Layout
 from megarl.config.schema import Config
 
 
@@ -27,13 +28,18 @@ def explain(config: Config) -> str:
         "rate": _rates(config),
         "microbatch": f"samples packed up to {config.actor.tokens_per_microbatch:,} tokens per rank, never split",
         "tokens": _tokens(config, samples),
-        "trainer": (
-            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} = world size {layout.world_size}"
-        ),
+        "trainer": _ranks(layout),
     }
+    if config.has_teachers:
+        names = ", ".join(teacher.name for teacher in config.teachers.models)
+        rows["teachers"] = f"{_ranks(config.teachers.layout)} each: {names}"
     if not config.is_offline:
         rows["rollout"] = f"replicas {rollout.replicas} x tp {rollout.tp} = world size {rollout.replicas * rollout.tp}"
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def _ranks(layout: Layout) -> str:
+    return f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} = world size {layout.world_size}"
 
 
 def _tokens(config: Config, samples: int) -> str:

@@ -26,6 +26,7 @@ OPTIONAL = (
     "environment",
     "reward_model",
     "implicit_reward",
+    "teachers",
     "run.profile",
     "actor.lora",
     "rollout.speculative",

@@ -8,13 +8,14 @@ from pydantic import BeforeValidator, Field
 
 from megarl.config.fields import Section, Text
 from megarl.core.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from megarl.core.row_batch import TEACHER
 
 Role = Literal["actor", "critic", "implicit_reward"]
 """Roles of trained models."""
 
 
-MegatronRole = Literal[Role, "reward_model"]
-"""Roles of models that run in Megatron, each on its own ranks."""
+MegatronRole = Literal[Role, "reward_model", "teachers"]
+"""Roles of models that run in Megatron, each on its own ranks. Each teacher has its own ranks on the same devices."""
 
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -198,15 +199,18 @@ class Judge(Section):
     max_new_tokens: PositiveInt
 
 
-class RewardModel(Section):
-    """A model that only runs forward passes. Settings that only trained models can configure are constants here."""
+class Untrained(Section):
+    """Models that only run forward passes. Settings that only trained models can configure are constants here."""
 
-    section: ClassVar[MegatronRole] = "reward_model"
     overlap_communication: ClassVar[bool] = False
-    recompute: ClassVar[str] = "none"
+    recompute: ClassVar[Literal["none"]] = "none"
     fp8: ClassVar[None] = None
     adapters: ClassVar[None] = None
     megatron_overrides: ClassVar[MegatronOverrides] = MegatronOverrides(model={}, optimizer={}, ddp={})
+
+
+class RewardModel(Untrained):
+    section: ClassVar[MegatronRole] = "reward_model"
 
     engine: Literal["megatron", "vllm"]
     path: Text | None
@@ -229,5 +233,49 @@ class RewardModel(Section):
         return self.input_format == "question"
 
 
-Placed = Trained | RewardModel
-"""A section for a model with its own ranks, in Megatron or, for a reward model, in vLLM."""
+def teacher_key(name: str) -> str:
+    """Return the text that names the path of a teacher in errors and manifests."""
+    return f"teachers.models: {name}: path"
+
+
+class Teacher(Section):
+    """A language model whose log-probs of the sampled tokens the actor learns to match."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    path: Text
+    revision: Text | None = None
+    weight: PositiveFloat = 1.0
+    sources: list[Text] | None = None
+
+    def applies_to(self, source: Any) -> bool:
+        """Return whether the actor learns from the teacher on rows from this source."""
+        return self.sources is None or source in self.sources
+
+    @property
+    def path_key(self) -> str:
+        return teacher_key(self.name)
+
+    @property
+    def scores(self) -> str:
+        """The name of its log-probs among a sample's scores."""
+        return f"{TEACHER}{self.name}"
+
+
+class Teachers(Untrained):
+    """All teachers. They have equal layouts and take turns on the same devices."""
+
+    section: ClassVar[MegatronRole] = "teachers"
+
+    models: list[Teacher]
+    layout: Layout
+    tokens_per_microbatch: PositiveInt
+    offload: list[Literal["parameters"]]
+    threads: PositiveInt | None
+
+    def only(self, teacher: Teacher) -> Teachers:
+        """Return the section with a single teacher."""
+        return self.model_copy(update={"models": [teacher]})
+
+
+Placed = Trained | RewardModel | Teachers
+"""A section for models with their own ranks, in Megatron or, for a reward model, in vLLM."""

@@ -85,7 +85,10 @@ OTHER: Mapping[str, Rewrite] = {
     "sandbox.image": _unless_uri,
     "trackers.mlflow.tracking_uri": _unless_uri,
 }
-MODELS = ("model.path", "critic.path", "reward_model.path", "implicit_reward.path", "rollout.speculative.path")
+MODELS = (
+    *("model.path", "critic.path", "reward_model.path", "implicit_reward.path", "rollout.speculative.path"),
+    f"teachers.models.{ITEMS}.path",
+)
 """Keys whose value is a model folder or a Hub id. A Hub id looks like a relative path."""
 
 OWN_ENVIRONMENTS = ("search", "search_tool", "verifiers")

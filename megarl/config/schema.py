@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, overload
 
 from pydantic import Field, model_validator
 
-from megarl.algorithms.kl import usual_estimator
+from megarl.algorithms.kl import distillation_estimator, usual_estimator
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.cluster_schema import Cluster
 from megarl.config.data_schema import Data
@@ -29,6 +29,7 @@ from megarl.config.model_schema import (
     Placed,
     RewardModel,
     Role,
+    Teachers,
     Trained,
 )
 from megarl.config.rollout_schema import Rollout
@@ -108,6 +109,7 @@ class Config(Section):
     critic: Critic
     reward_model: RewardModel
     implicit_reward: ImplicitReward
+    teachers: Teachers
     rollout: Rollout
     logprob_check: LogprobCheck
     environment: Environment
@@ -145,6 +147,15 @@ class Config(Section):
         usual = of_steps if self.samples_images else usual_estimator(kl.placement, kl.level)
         algorithm = self.algorithm.model_copy(update={"kl": kl.model_copy(update={"estimator": usual})})
         return self.model_copy(update={"algorithm": algorithm})
+
+    @model_validator(mode="after")
+    def _usual_distillation(self) -> Self:
+        """Resolve algorithm.distillation.estimator=null. See `distillation_estimator`."""
+        distillation = self.algorithm.distillation
+        if distillation.estimator is not None or not self.teachers.models:
+            return self
+        usual = distillation.model_copy(update={"estimator": distillation_estimator(distillation.placement)})
+        return self.model_copy(update={"algorithm": self.algorithm.model_copy(update={"distillation": usual})})
 
     @property
     def is_offline(self) -> bool:
@@ -235,6 +246,22 @@ class Config(Section):
         return self.reward_model.path is not None
 
     @property
+    def has_teachers(self) -> bool:
+        return bool(self.teachers.models) and self.algorithm.distillation.coefficient > 0
+
+    @property
+    def distills_by_advantage(self) -> bool:
+        """Whether the advantages include the divergence from the teachers."""
+        return self.has_teachers and self.algorithm.distillation.placement == "advantage"
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether training rollouts are rewarded. If not, the actor learns from teachers alone."""
+        rewards = self.rewards
+        is_scored = bool(rewards.functions) or rewards.judge is not None or self.has_reward_model
+        return is_scored or self.has_environment
+
+    @property
     def is_colocated(self) -> bool:
         return self.cluster.placement == "colocated"
 
@@ -297,7 +324,8 @@ class Config(Section):
 
     @property
     def all_placed(self) -> tuple[Placed, ...]:
-        return (*self.all_trained, self.reward_model) if self.has_reward_model else self.all_trained
+        reward_model = (self.reward_model,) if self.has_reward_model else ()
+        return (*self.all_trained, *reward_model, *((self.teachers,) if self.has_teachers else ()))
 
     @property
     def num_ranks(self) -> dict[str, int]:

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     import torch
 
 
+TEACHER = "teacher/"
+"""Prefix of a teacher's name among the scores of samples, as in teacher/NAME."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch:
     """N rows of S samples. A row is an action of the policy: a token of a response, or a denoising step of an image.
@@ -35,6 +39,8 @@ class RowBatch:
     process_reward    float32 [N]    per-token reward from a process reward model or from turns, not included in
                                      `reward`; None: no such rewards
     kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: not part of the reward
+    teachers          float32 [N, K] log-prob under each teacher, in the order of teachers.models, or kl.UNTAUGHT; None:
+                                     no teacher
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    critic's targets; None: not estimated yet, or no critic
     selected          bool [N]       tokens that the objective treats separately; None: it treats all tokens alike
@@ -58,6 +64,7 @@ class RowBatch:
     implicit_reward: torch.Tensor | None = None
     process_reward: torch.Tensor | None = None
     kl_reward: torch.Tensor | None = None
+    teachers: torch.Tensor | None = None
     advantage: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     selected: torch.Tensor | None = None
@@ -65,7 +72,8 @@ class RowBatch:
 
     row_fields: ClassVar[tuple[str, ...]] = (
         *("row_sample", "rollout_logprobs", "mask", "weight", "imitation_weight", "old", "reference", "values"),
-        *("turn_advantage", "implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected"),
+        *("turn_advantage", "implicit_reward", "process_reward", "kl_reward", "teachers", "advantage", "returns"),
+        "selected",
     )
     """Fields whose first axis is rows."""
     host_fields: ClassVar[tuple[str, ...]] = ()

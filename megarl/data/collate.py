@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megarl.algorithms.kl import UNTAUGHT
 from megarl.algorithms.returns import turns_of
 from megarl.core.completion import NO_ROUTE, CandidateIds
+from megarl.core.row_batch import TEACHER
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.token_batch import TokenBatch
 from megarl.data.packing import Packing, round_up
@@ -28,7 +30,8 @@ Reads = Literal["states", "tokens"]
 position, whose hidden state predicts the token; `tokens` is the token's own position."""
 
 TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
-"""Per-token scores from passes and other models: field name of TokenBatch (old, …) -> sample id -> float32 [R]."""
+"""Per-token scores from passes and other models: field name of TokenBatch (old, …) or teacher/NAME -> sample id ->
+float32 [R]."""
 
 
 def collate(
@@ -79,11 +82,23 @@ def add_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
 
 
 def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
-    """Return the batch with per-token scores of its samples added."""
-    device, fields = batch.tokens.device, {}
-    for name, token_scores in scores.items():
-        parts = [token_scores[item.sample.id].to(device) for item in samples]
-        fields[name] = torch.cat([torch.empty(0, device=device), *parts])
+    """Return the batch with per-token scores of its samples added. The teachers' log-probs become the columns of one
+    field. A teacher may lack some samples."""
+    device = batch.tokens.device
+
+    def joined(token_scores: Mapping[str, torch.Tensor], default: float | None = None) -> torch.Tensor:
+        parts = [
+            token_scores[item.sample.id].to(device)
+            if default is None or item.sample.id in token_scores
+            else torch.full((len(item.sample.response_ids),), default, device=device)
+            for item in samples
+        ]
+        return torch.cat([torch.empty(0, device=device), *parts])
+
+    fields = {name: joined(values) for name, values in scores.items() if not name.startswith(TEACHER)}
+    teachers = [joined(values, UNTAUGHT) for name, values in scores.items() if name.startswith(TEACHER)]
+    if teachers:
+        fields["teachers"] = torch.stack(teachers, -1)
     return replace(batch, **fields)
 
 

@@ -85,12 +85,19 @@ def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, mo
 
 
 def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
-    """Yield the rows. Raise a UserError if no reward function applies to a row's source, or if its sort value or weight
-    is invalid."""
+    """Yield the rows. Raise a UserError if no reward function or, without rewards, no teacher applies to a row's
+    source, or if its sort value or weight is invalid."""
     rewards, column = config.rewards, config.data.source_column
     functions = [] if rewards.judge is not None or config.has_reward_model else rewards.functions
+    teachers = config.teachers.models if config.has_teachers and not config.has_rewards else []
     for row in _rows(config, columns):
         source = None if column is None else row.columns[column]
+        if teachers and not any(teacher.applies_to(source) for teacher in teachers):
+            raise UserError(
+                f"{place_of(row, config.data)}: no teacher in teachers.models lists {source!r} (the row's {column!r}) "
+                f"in its sources, and no reward applies. Fix: add {source!r} to the sources of a teacher, or add a "
+                "teacher without sources"
+            )
         if functions and not any(entry.applies_to(source) for entry in functions):
             raise UserError(
                 f"{place_of(row, config.data)}: no function in rewards.functions lists {source!r} (the row's "

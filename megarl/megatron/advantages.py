@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -43,6 +43,27 @@ def estimate_advantages(algorithm: Algorithm, batches: Sequence[AnyBatch]) -> li
     if isinstance(spec, TokenEstimator):
         return [_estimate_tokens(config, spec, batch) for batch in batches]
     return [_estimate_samples(config, batch) for batch in batches]
+
+
+def add_distillation(
+    batches: Sequence[AnyBatch],
+    divergence: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    old_is_rollout: bool,
+) -> list[AnyBatch]:
+    """Subtract the old policy's divergence from the teachers from each trained token's advantage. Call it after
+    whitening, so that the divergence's scale does not depend on the rewards.
+
+    Args:
+        divergence: `kl.distillation` with its options bound.
+        old_is_rollout: whether the engine's log-probs stand for the old policy's.
+    """
+    distilled = []
+    for batch in batches:
+        old = batch.rollout_logprobs if old_is_rollout else batch.old
+        assert old is not None and batch.teachers is not None, "the batch lacks log-probs"
+        advantage = advantage_of(batch) - divergence(old, batch.teachers, batch.mask)
+        distilled.append(replace(batch, advantage=advantage))
+    return distilled
 
 
 def moments(batches: Sequence[RowBatch]) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from megarl.algorithms import corrections
+from megarl.algorithms import corrections, kl
 from megarl.algorithms.specs import (
     ImitationObjective,
     LabelObjective,
@@ -15,12 +15,15 @@ from megarl.algorithms.specs import (
     VelocityObjective,
 )
 from megarl.algorithms.transition import TransitionKind
-from megarl.config.algorithm_schema import Algorithm, Objective, Value
+from megarl.config.algorithm_schema import Algorithm, Distillation, Objective, Value
 from megarl.config.logprob_check_schema import Tolerance
-from megarl.config.model_schema import ImplicitReward
+from megarl.config.model_schema import ImplicitReward, Teacher
 from megarl.megatron import denoising_losses, loss_metrics, losses
 from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
+
+if TYPE_CHECKING:
+    import torch
 
 
 def configured_policy_loss(
@@ -30,6 +33,7 @@ def configured_policy_loss(
     *,
     has_moved: bool = False,
     penalty: float | None = None,
+    teachers: Sequence[Teacher] = (),
 ) -> Loss:
     """Return the actor's policy loss, which is weighted by advantages.
 
@@ -38,20 +42,37 @@ def configured_policy_loss(
         kl_coefficient: the KL coefficient in this step.
         has_moved: whether the policy has been updated since the start of the step.
         penalty: the objective's penalty in this step; None uses the recipe's penalty.
+        teachers: the teachers whose log-probs the batches have.
     """
-    kl = algorithm.kl
-    assert kl.estimator is not None, "the configuration is not loaded"
+    settings = algorithm.kl
+    assert settings.estimator is not None, "the configuration is not loaded"
     estimate = partial(
         losses.token_kl,
-        in_reward=kl.placement == "reward",
-        level=kl.level,
-        estimator=kl.estimator,
-        straight_through=kl.straight_through,
-        limit=kl.limit,
+        in_reward=settings.placement == "reward",
+        level=settings.level,
+        estimator=settings.estimator,
+        straight_through=settings.straight_through,
+        limit=settings.limit,
     )
     options = _policy_options(algorithm, tolerance, kl_coefficient, has_moved, penalty)
+    if teachers and algorithm.distillation.placement == "loss":
+        options["distillation"] = configured_distillation(algorithm.distillation, teachers)
     terms = partial(losses.policy_loss, **options, estimate_kl=estimate)
-    return Loss(terms, _policy_metrics(algorithm, tolerance, kl_coefficient, has_moved, options))
+    metrics = _policy_metrics(algorithm, tolerance, kl_coefficient, has_moved, options, teachers)
+    return Loss(terms, metrics)
+
+
+def configured_distillation(
+    distillation: Distillation, teachers: Sequence[Teacher]
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return `kl.distillation` with a recipe's values bound. The coefficient is part of the weights."""
+    assert distillation.estimator is not None, "the configuration is not loaded"
+    return partial(
+        kl.distillation,
+        weights=[distillation.coefficient * teacher.weight for teacher in teachers],
+        estimator=distillation.estimator,
+        limit=distillation.limit,
+    )
 
 
 class Denoising(Protocol):
@@ -116,6 +137,7 @@ def _policy_options(
         if tolerance.mask is None
         else partial(corrections.disagreeing, threshold=tolerance.threshold, level=tolerance.mask),
         kl_coefficient=kl_coefficient if algorithm.kl.placement == "loss" else None,
+        distillation=None,
         entropy_coefficient=objective.entropy_coefficient,
         imitation_coefficient=objective.imitation_coefficient,
         value_coefficient=algorithm.value.coefficient,
@@ -124,7 +146,12 @@ def _policy_options(
 
 
 def _policy_metrics(
-    algorithm: Algorithm, tolerance: Tolerance, kl_coefficient: float, has_moved: bool, options: dict[str, Any]
+    algorithm: Algorithm,
+    tolerance: Tolerance,
+    kl_coefficient: float,
+    has_moved: bool,
+    options: dict[str, Any],
+    teachers: Sequence[Teacher] = (),
 ) -> Callable[[Any, Any], Sums]:
     return partial(
         loss_metrics.policy_metrics,
@@ -134,6 +161,7 @@ def _policy_metrics(
         kl_name=algorithm.kl_metric,
         kl_level=algorithm.kl.level,
         kl_coefficient=kl_coefficient,
+        teachers=[teacher.name for teacher in teachers],
     )
 
 

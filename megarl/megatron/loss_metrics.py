@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -27,6 +27,7 @@ def policy_metrics(
     kl_name: str,
     kl_level: str,
     kl_coefficient: float,
+    teachers: Sequence[str] = (),
 ) -> Sums:
     """Return the actor's metrics.
 
@@ -35,6 +36,7 @@ def policy_metrics(
         has_moved: whether the policy has been updated since the start of the step.
         penalty: the objective's penalty if it is adapted between steps, else None.
         kl_name: name of the KL metric.
+        teachers: names of the teachers.
     """
     policy, log_prob, mask = terms.policy, terms.log_prob, batch.mask
     sums = _truncation_metrics(batch) | {
@@ -58,6 +60,10 @@ def policy_metrics(
         sums["policy/selected_frac"] = mean(batch.selected, batch.in_loss)
     if terms.kl is not None:
         sums |= _reference_metrics(batch, terms.kl, terms.samples.share_at_level(kl_level), kl_name, kl_coefficient)
+    if batch.teachers is not None:
+        for name, log_probs in zip(teachers, batch.teachers.unbind(-1), strict=True):
+            taught = mask & (log_probs != kl.UNTAUGHT)
+            sums[f"kl/teacher_{name}"] = mean(kl.k1(terms.old - log_probs).where(taught, 0.0), taught)
     sums["policy/loss"] = total(terms.actor_loss)
     return sums if terms.value is None else sums | value_metrics(batch, terms.value)
 

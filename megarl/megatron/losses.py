@@ -130,6 +130,7 @@ def policy_loss(
     exclude: Callable[[torch.Tensor, SampleSegments], torch.Tensor] | None,
     estimate_kl: Callable[[RowBatch, torch.Tensor, SampleSegments], torch.Tensor | None],
     kl_coefficient: float | None,
+    distillation: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None,
     entropy_coefficient: float,
     imitation_coefficient: float,
     value_coefficient: float,
@@ -137,7 +138,8 @@ def policy_loss(
     inputs: Mapping[str, torch.Tensor] | None = None,
     row_factor: torch.Tensor | None = None,
 ) -> PolicyTerms:
-    """Compute Σ w·f·ℓ + c_I·Σ w_I·(−log π) − c_H·Σ w·H + β·Σ w·KL, plus the critic's loss if its head is on the actor.
+    """Compute Σ w·f·ℓ + c_I·Σ w_I·(−log π) − c_H·Σ w·H + β·Σ w·KL + Σ w·D, plus the critic's loss if its head is on
+    the actor.
 
     Args:
         scored: log-prob and entropy for each row, and the value if the critic's head is on the actor.
@@ -151,6 +153,8 @@ def policy_loss(
         estimate_kl: (batch, log-probs, samples) -> the KL to the reference for each row, such as `token_kl` with its
             options bound; None without a reference.
         kl_coefficient: β; None if the KL is part of the reward.
+        distillation: D, the divergence from the teachers: `kl.distillation` with its options bound. None without
+            teachers, or if it is part of the advantage.
         inputs: inputs of the objective that the batch does not hold, by name, float32 [N].
         row_factor: a factor of each row's ℓ, in addition to f, float32 [N]; None: 1.
     """
@@ -187,6 +191,9 @@ def policy_loss(
     kl_estimate = estimate_kl(batch, log_prob, samples)
     if kl_estimate is not None and kl_coefficient is not None:
         loss = loss + kl_coefficient * (weight * kl_estimate).sum()
+    if distillation is not None:
+        assert batch.teachers is not None, "the batch has no log-probs under the teachers"
+        loss = loss + (weight * distillation(log_prob, batch.teachers, batch.mask)).sum()
     whole, value = loss, None
     if scored.shape[-1] == 3:  # the critic is a head on the actor
         value = value_loss(batch, scored[:, 2:], coefficient=value_coefficient, clip=value_clip)

@@ -83,7 +83,8 @@ def model_paths(config: Config) -> dict[str, str]:
 def all_model_paths(config: Config) -> dict[str, str]:
     """Return the paths of all models, as in `model_paths`."""
     draft = config.rollout.speculative.path
-    return model_paths(config) | ({} if draft is None else {DRAFT_KEY: draft})
+    teachers = {teacher.path_key: teacher.path for teacher in config.teachers.models}
+    return model_paths(config) | teachers | ({} if draft is None else {DRAFT_KEY: draft})
 
 
 def resolve_links(config: Config) -> Config:
@@ -101,6 +102,8 @@ def resolve_links(config: Config) -> Config:
     if speculative.path is not None:
         drafts = speculative.model_copy(update={"path": real_path(speculative.path)})
         updates["rollout"] = config.rollout.model_copy(update={"speculative": drafts})
+    teachers = [item.model_copy(update={"path": real_path(item.path)}) for item in config.teachers.models]
+    updates["teachers"] = config.teachers.model_copy(update={"models": teachers})
     return config.model_copy(update=updates)
 
 
@@ -180,9 +183,10 @@ def _checked(key: str, path: str, folder: Path) -> Path:
 
 def _refuse_revision(key: str, path: str, revision: str | None) -> None:
     if revision is not None:
+        revision_key = key.removesuffix("path") + "revision"
         raise UserError(
-            f"model.revision={revision}: {key}={path} is not a Hub id and has no revisions. Fix: set "
-            "model.revision=null"
+            f"{revision_key}={revision}: {key}={path} is not a Hub id and has no revisions. Fix: set "
+            f"{revision_key}=null"
         )
 
 

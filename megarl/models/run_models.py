@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from megarl.config.model_schema import Role
+from megarl.config.model_schema import Role, teacher_key
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.denoiser import DenoiserShape, is_denoiser, pixels_per_latent
@@ -22,6 +22,7 @@ from megarl.models.rules import (
     check_implicit_reward_model,
     check_model,
     check_reward_model,
+    check_teacher_model,
 )
 from megarl.models.rules.draft import check_draft_model
 from megarl.models.tokenizer import load_tokenizer
@@ -38,16 +39,23 @@ class ModelFolders:
     reward_model: Path | None
     implicit_reward: Path | None
     draft: Path | None = None
+    teachers: Mapping[str, Path] = field(default_factory=dict)
+    """Name -> folder of each teacher, in the order of teachers.models."""
 
     @property
     def others(self) -> dict[str, Path]:
-        """Config section -> folder of each model besides the actor."""
-        folders = {"critic": self.critic, "reward_model": self.reward_model, "implicit_reward": self.implicit_reward}
-        return {section: folder for section, folder in folders.items() if folder is not None}
+        """Config key of the path -> folder of each model besides the actor and the draft model."""
+        folders = {
+            "critic.path": self.critic,
+            "reward_model.path": self.reward_model,
+            "implicit_reward.path": self.implicit_reward,
+            **{teacher_key(name): folder for name, folder in self.teachers.items()},
+        }
+        return {key: folder for key, folder in folders.items() if folder is not None}
 
     def identify(self) -> dict[str, dict[str, str]]:
         """Return config key of the path -> folder and hash of the weights, without models in the actor's folder."""
-        others = {f"{section}.path": folder for section, folder in self.others.items() if folder != self.actor}
+        others = {key: folder for key, folder in self.others.items() if folder != self.actor}
         folders = {"model.path": self.actor} | others
         return {key: {"folder": str(folder), "hash": weights_hash(folder)} for key, folder in folders.items()}
 
@@ -59,6 +67,11 @@ class ModelFolders:
     @property
     def experts(self) -> Experts | None:
         return None if is_denoiser(self.hf_config) else experts(completed(self.hf_config))
+
+    @property
+    def teacher_configs(self) -> dict[str, dict[str, Any]]:
+        """The config.json of each teacher by name."""
+        return {name: read_config(folder) for name, folder in self.teachers.items()}
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
         """Return the Hugging Face config of each trained model, including the heads used in training."""
@@ -84,6 +97,7 @@ def find_models(config: Config) -> ModelFolders:
         reward_model=_reward_model(config, actor, hf_config),
         implicit_reward=_implicit_reward(config, actor, hf_config),
         draft=_draft(config, actor, hf_config),
+        teachers=_teachers(config, actor, hf_config),
     )
     _announce_untrained_parts(config, folders)
     if not config.samples_images and linear_attention(completed(hf_config)) is not None:
@@ -134,6 +148,9 @@ def check_local_models(config: Config) -> tuple[list[str], dict[Role, dict[str, 
             model = check_path(f"{placed.section}.path", placed.path, partial(check, config, actor))
             if model is not None:
                 configs[placed.section] = model
+    for teacher in config.teachers.models if config.has_teachers else ():
+        check = partial(check_teacher_model, config, teacher, actor)
+        check_path(teacher.path_key, teacher.path, check, teacher.revision)
     if (path := config.rollout.speculative.path) is not None:
         check_path(DRAFT_KEY, path, partial(check_draft_model, config, actor))
     return lines, {role: trained_hf_config(config, role, configs[role]) for role in get_args(Role) if role in configs}
@@ -148,9 +165,9 @@ def _check_actor(config: Config, hf_config: dict[str, Any]) -> None:
 def _announce_untrained_parts(config: Config, folders: ModelFolders) -> None:
     if part := untrained_part(policy_hf_config(config, folders.hf_config)):
         print(f"model: {part} is neither trained nor exported", flush=True)
-    for section, folder in folders.others.items():
+    for key, folder in folders.others.items():
         if part := untrained_part(read_config(folder)):
-            print(f"{section}: {part} is not used", flush=True)
+            print(f"{key.removesuffix('path').rstrip(': .')}: {part} is not used", flush=True)
 
 
 def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
@@ -202,6 +219,20 @@ def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) 
     return folder
 
 
+def _teachers(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> dict[str, Path]:
+    folders = {}
+    for teacher in config.teachers.models if config.has_teachers else ():
+        folder = resolve(teacher.path, key=teacher.path_key, revision=teacher.revision)
+        check_teacher_model(config, teacher, hf_config, read_config(folder))
+        fix = (
+            "use a teacher with the actor's tokenizer. Another tokenizer would need the teacher's log-probs of its own "
+            "tokens of the same text, aligned with the sampled tokens"
+        )
+        _check_tokenizer(config, teacher.path_key, teacher.path, folder, actor, fix)
+        folders[teacher.name] = folder
+    return folders
+
+
 def _draft(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
     path = config.rollout.speculative.path
     if path is None:
@@ -214,8 +245,16 @@ def _draft(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | 
 
 
 def _check_tokenizer(config: Config, key: str, path: str, folder: Path, actor: Path, fix: str) -> None:
-    if load_tokenizer(folder, key).get_vocab() != load_tokenizer(actor).get_vocab():
-        raise UserError(
-            f"{key}={path}: its tokenizer differs from the tokenizer of model.path={config.model.path}, so it would "
-            f"read the sampled token ids as different text. Fix: {fix}"
-        )
+    """Raise a UserError that names the first difference if the tokenizer does not map the same tokens, including
+    special and added tokens, to the same ids as the actor's."""
+    own, expected = load_tokenizer(folder, key).get_vocab(), load_tokenizer(actor).get_vocab()
+    differing = sorted({number for _, number in own.items() ^ expected.items()})
+    if not differing:
+        return
+    names = [{number: repr(token) for token, number in vocab.items()} for vocab in (own, expected)]
+    token, actors_token = (tokens.get(differing[0], "no token") for tokens in names)
+    raise UserError(
+        f"{key}={path}: its tokenizer differs from the tokenizer of model.path={config.model.path}, so it would read "
+        f"the sampled token ids as different text. {len(differing)} of {len(expected)} ids differ: id {differing[0]} "
+        f"is {token} instead of {actors_token}. Fix: {fix}"
+    )

@@ -17,10 +17,17 @@ from megarl.cluster.memory.reserves import (
     gpu_reserve,
     sampling_reserve,
 )
-from megarl.cluster.memory.shared_gpu import Load, engine_loads, resident_states, reward_model_parts, staging_parts
+from megarl.cluster.memory.shared_gpu import (
+    Load,
+    engine_loads,
+    resident_states,
+    reward_model_parts,
+    staging_parts,
+    teacher_parts,
+)
 from megarl.cluster.object_store import object_store_mib
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
-from megarl.config.model_schema import Layout, Role, Trained
+from megarl.config.model_schema import Layout, Role, Teachers, Trained
 from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape
 from megarl.models.shape import ModelShape
@@ -38,7 +45,7 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
         states[role] = [_states(config.placed(role), memory) for memory, _ in stages[role]]
     training: list[Load] = []
     for role, of_role in stages.items():
-        beside = _beside(config, role, states) | _reward(config, models, NAMES[role])
+        beside = _beside(config, NAMES[role], states, role) | _untrained(config, models, NAMES[role])
         for stage, (memory, passing) in enumerate(of_role):
             where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
             held = states[role][stage]
@@ -53,12 +60,13 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
                 for parts in (held, in_passes)
             )
             training += _training(config.placed(role), where, in_update, in_pass, memory, passing)
+    training = [*_teaching(config, models, states, workload, cluster), *training]
     loads = training if workload.is_offline else [*training, *_engine(config, models, states, cluster)]
     return _fullest(loads)
 
 
 def _stages(
-    config: Config, settings: Trained, model: ModelParameters, workload: Workload
+    config: Config, settings: Trained | Teachers, model: ModelParameters, workload: Workload
 ) -> list[tuple[RankMemory, int]]:
     """Return each pipeline stage's memory per rank: the training memory, and the bytes for a forward-only pass."""
     layout, num_bytes = settings.layout, item_bytes(config)
@@ -90,16 +98,40 @@ def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
     return moments * overrides.get("optimizer_offload_fraction", 0.0)
 
 
-def _beside(config: Config, role: Role, states: Mapping[Role, Sequence[Mapping[str, float]]]) -> dict[str, float]:
-    """Return the bytes that the other models' states occupy on the same GPU because they are not offloaded."""
+def _beside(
+    config: Config, name: str, states: Mapping[Role, Sequence[Mapping[str, float]]], role: Role | None = None
+) -> dict[str, float]:
+    """Return the bytes that the states of trained models other than `role` occupy on the GPUs of the processes called
+    `name` because they are not offloaded."""
     spans = device_spans(config)
-    role_span = spans.pop(NAMES[role])
     others = {
         f"{other}: not offloaded": max(sum(resident_states(config, other, one).values()) for one in of_role)
         for other, of_role in states.items()
-        if other != role and overlap(role_span, spans[NAMES[other]])
+        if other != role and overlap(spans[name], spans[NAMES[other]])
     }
     return {name: size for name, size in others.items() if size}
+
+
+def _teaching(
+    config: Config,
+    models: Models,
+    states: Mapping[Role, Sequence[Mapping[str, float]]],
+    workload: Workload,
+    cluster: Cluster,
+) -> list[Load]:
+    """Return the memory load while each teacher computes log-probs. The states of trained models that share its devices
+    are offloaded."""
+    settings, loads = config.teachers, []
+    for teacher, model in models.teachers.items():
+        key, name = f"teacher {teacher}: weights", NAMES["teachers"]
+        resident = _beside(config, name, states) | _untrained(config, models, name)
+        resident |= _reserve(config, models, name, {}, cluster.gpus_per_node) | {FRAGMENTS: FRAGMENT_BYTES}
+        for stage, (memory, passing) in enumerate(_stages(config, settings, model, workload)):
+            where = f", on pipeline stage {stage}" if settings.layout.pp > 1 else ""
+            parts = {**resident, key: memory.weights, "forward pass": passing}
+            remedy = "raise tp, pp or ep of teachers.layout, or lower teachers.tokens_per_microbatch"
+            loads.append(Load(f"while the teacher {teacher} computes log-probs{where}", parts, remedy))
+    return loads
 
 
 def _reserve(
@@ -121,15 +153,21 @@ def _reserve(
             held[role] = model.shape, max(model.of_stage(layout, stage).matrices for stage in on_gpu)
     engine = models.actor.shape if ENGINE in spans and overlap(span, spans[ENGINE]) else None
     scorer = models.reward if models.reward and overlap(span, spans[NAMES["reward_model"]]) else None
-    return gpu_reserve(config, held, engine, ModelShape.of(scorer) if scorer else None, gpus_per_node)
+    has_teachers = bool(models.teachers) and overlap(span, spans[NAMES["teachers"]])
+    teachers = [model.shape for model in models.teachers.values()] if has_teachers else []
+    return gpu_reserve(config, held, engine, ModelShape.of(scorer) if scorer else None, gpus_per_node, teachers)
 
 
-def _reward(config: Config, models: Models, name: str) -> dict[str, float]:
-    """Return the reward model's bytes on a GPU that it shares with the processes called `name`."""
-    spans = device_spans(config)
-    if models.reward is None or not overlap(spans[name], spans[NAMES["reward_model"]]):
-        return {}
-    return reward_model_parts(config, models.reward, spans[NAMES["reward_model"]].start)
+def _untrained(config: Config, models: Models, name: str) -> dict[str, float]:
+    """Return the bytes of the reward model and the teachers that stay on a GPU that they share with the processes
+    called `name`."""
+    spans, parts = device_spans(config), {}
+    if models.reward is not None and overlap(spans[name], spans[NAMES["reward_model"]]):
+        parts |= reward_model_parts(config, models.reward, spans[NAMES["reward_model"]].start)
+    if models.teachers and overlap(spans[name], spans[NAMES["teachers"]]):
+        configs = {teacher: model.hf_config for teacher, model in models.teachers.items()}
+        parts |= teacher_parts(config, configs, spans[NAMES["teachers"]].start)
+    return parts
 
 
 def _training(
@@ -169,7 +207,7 @@ def _engine(
     ranks, so the result contains loads for each pipeline stage of the actor."""
     actor = models.actor
     weights = actor.engine_bytes(config)
-    awake = staging_parts(config, weights, cluster.gpus_per_node) | _reward(config, models, ENGINE)
+    awake = staging_parts(config, weights, cluster.gpus_per_node) | _untrained(config, models, ENGINE)
     awake |= awake_reserve(config, actor.shape)
     awake |= draft_parts(config, None if models.draft is None else models.draft.hf_config)
     spans = device_spans(config)
@@ -232,6 +270,9 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         parts[f"{role}: optimizer on the host"] = ranks * (memory.optimizer - states["optimizer"])
         if config.checkpoint.every_steps is not None and config.checkpoint.background:
             parts[f"{role}: copy for the background save"] = ranks * max_saved_bytes(config, settings.layout, model)
+    for name, model in models.teachers.items() if config.teachers.offload else ():
+        weights = max(memory.weights for memory, _ in _stages(config, config.teachers, model, workload))
+        parts[f"teacher {name}: offloaded"] = ranks * weights
     if config.has_reference and config.actor.adapters is None:
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         parts["reference: weights"] = ranks * max(actor)

@@ -212,7 +212,11 @@ def _models(config: Config, actor: Mapping[str, Any]) -> Models:
         "rollout.speculative.path": config.rollout.speculative.path,
     }
     reward, draft = (None if path is None else _config_json(key, path) for key, path in others.items())
-    return Models.of(trained, reward, config.actor.adapters, draft)
+    teachers = {
+        teacher.name: _config_json(teacher.path_key, teacher.path, teacher.revision)
+        for teacher in (config.teachers.models if config.has_teachers else ())
+    }
+    return Models.of(trained, reward, config.actor.adapters, draft, teachers)
 
 
 def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from megarl.cluster.memory.parameters import Models
 from megarl.cluster.memory.rank import item_bytes, stage_memory
 from megarl.cluster.memory.shared_gpu import Load
 from megarl.config.device_spans import sharing
-from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape
 from megarl.planner.hardware import GIB, HOST_LINK_SHARE, STORAGE_GB_S, Cluster
@@ -27,11 +26,12 @@ class StepTimes:
 
     Attributes:
         moving: seconds for moving states to host memory and back.
-        side_by_side: whether models on separate devices train at the same time.
+        training: times of each trained model and each teacher.
+        side_by_side: whether models on separate devices train at the same time. Teachers compute before other models.
     """
 
     rollout: RolloutTime | None
-    training: Mapping[Role, TrainTime]
+    training: Mapping[str, TrainTime]
     refit: RefitTime | None
     moving: float
     side_by_side: bool
@@ -183,7 +183,13 @@ def plan_step(config: Config, models: Models, workload: Workload, cluster: Clust
 
 def step_times(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepTimes:
     num_bytes, beside = item_bytes(config), sharing(config)
-    training, moving = {}, 0.0
+    training: dict[str, TrainTime] = {}
+    moving = 0.0
+    for name, model in models.teachers.items():
+        settings = config.teachers
+        training[f"teacher {name}"] = train_time(settings, model, workload, cluster, num_bytes, num_passes=1, epochs=0)
+        weights = model.of_stage(settings.layout, 0).weight_bytes(num_bytes) if settings.offload else 0
+        moving += 2 * weights / (cluster.gpu.host_gb_s * 1e9 * HOST_LINK_SHARE)
     for role, model in models.trained.items():
         settings = config.placed(role)
         layout = settings.layout
@@ -212,7 +218,8 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
     else:
         assert isinstance(workload, TextWorkload), f"{type(workload).__name__} is not sampled"
         rollout = rollout_time(config, actor, workload, cluster, models.draft)
-    return StepTimes(rollout, training, refit_time(config, actor, cluster), moving, not any(beside.values()))
+    side_by_side = not any(beside.values()) and not models.teachers
+    return StepTimes(rollout, training, refit_time(config, actor, cluster), moving, side_by_side)
 
 
 def save_time(config: Config, models: Models, cluster: Cluster) -> SaveTime | None:

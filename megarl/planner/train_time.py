@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.cluster.memory.parameters import ModelParameters
 from megarl.cluster.memory.rank import RankParameters
-from megarl.config.model_schema import Layout, Trained
+from megarl.config.model_schema import Layout, Teachers, Trained
 from megarl.models.denoiser import DenoiserShape
 from megarl.models.flops import (
     embedding_flops,
@@ -57,7 +57,7 @@ class TrainTime:
 
 
 def train_time(
-    settings: Trained,
+    settings: Trained | Teachers,
     model: ModelParameters,
     workload: Workload,
     cluster: Cluster,
@@ -76,7 +76,7 @@ def train_time(
     Args:
         num_bytes: bytes per parameter and per activation element.
         num_passes: number of forward-only passes before the updates.
-        epochs: number of times that the model trains on each sample.
+        epochs: number of times that the model trains on each sample; 0 for a teacher.
         host_share: fraction of the optimizer state that is updated in host memory.
     """
     layout = settings.layout
@@ -117,7 +117,7 @@ def train_time(
     volume["replicas"] = steps * sum(size for size, _, _ in groups)
     return TrainTime(
         passes={name: forwards * seconds for name, seconds in forward.items() if seconds and forwards},
-        update={name: steps * seconds for name, seconds in update.items() if seconds},
+        update={name: steps * seconds for name, seconds in update.items() if seconds and steps},
         microbatches=count,
         bubble=bubble,
         volume={name: size for name, size in volume.items() if size},
@@ -134,7 +134,7 @@ class _Stage:
 
     def __init__(
         self,
-        settings: Trained,
+        settings: Trained | Teachers,
         model: ModelParameters,
         held: RankParameters,
         is_first: bool,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.config.model_schema import Trained
+from megarl.config.model_schema import Teachers, Trained
 from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape
 from megarl.models.flops import pairs_outside_window
@@ -57,7 +57,7 @@ class Workload:
         """Maximum number of tokens that a microbatch must hold."""
         raise NotImplementedError
 
-    def packed(self, settings: Trained) -> Packed:
+    def packed(self, settings: Trained | Teachers) -> Packed:
         """Return the microbatches into which a model packs the samples of an update, assuming full microbatches."""
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class TextWorkload(Workload):
     def trained_tokens(self) -> float:
         return self.trained * self.sample_tokens
 
-    def packed(self, settings: Trained) -> Packed:
+    def packed(self, settings: Trained | Teachers) -> Packed:
         layout, budget = settings.layout, settings.tokens_per_microbatch * settings.layout.cp
         replica_samples = self.trained / self.updates / layout.dp
         capacity = (budget - self.prompt_tokens) / max(1.0, self.response_tokens)
@@ -242,7 +242,7 @@ class ImageWorkload(Workload):
     def num_tokens(self) -> float:
         return self.samples * self.num_trained * self.step_tokens
 
-    def packed(self, settings: Trained) -> Packed:
+    def packed(self, settings: Trained | Teachers) -> Packed:
         layout, tokens = settings.layout, self.step_tokens
         steps = self.trained * self.num_trained / self.updates / layout.dp
         per_microbatch = max(1, settings.tokens_per_microbatch * layout.cp // tokens)

@@ -117,6 +117,7 @@ def with_engines_only(config: Config) -> Config:
         "rollout": rollout,
         "reward_model": {"path": None},
         "implicit_reward": {"coefficient": 0.0},
+        "teachers": {"models": []},
         "actor": {
             "layout": one_rank,
             "offload": [],

@@ -69,7 +69,7 @@ class Health:
 
 
 def _constant_reward(config: Config, rows: Sequence[Row], window: int) -> str | None:
-    if not _holds(rows, window, "reward/std", lambda std: std == 0):
+    if not config.has_rewards or not _holds(rows, window, "reward/std", lambda std: std == 0):
         return None
     rewards = [reward for row in rows[-window:] if (reward := row.get("reward/mean")) is not None]
     if len(rewards) < window or len(set(rewards)) > 1:

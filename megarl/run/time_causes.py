@@ -55,7 +55,7 @@ WITHOUT_SAMPLING: Mapping[str, Mapping[str, str]] = {
 """Kind of device -> phase -> cause, for devices whose engine does not sample. See Devices for the kinds."""
 
 START_PARTS = {"engine": "engines", "reward-model": "engines"} | dict.fromkeys(
-    ("trainer", "critic", "implicit-reward"), "models"
+    ("trainer", "critic", "implicit-reward", "teacher"), "models"
 )
 """Role of a process -> part of the start-up in which it loads its model."""
 
@@ -74,7 +74,7 @@ def of_cause(seconds: Mapping[str, float], cause: str) -> float:
 @dataclass(frozen=True, slots=True)
 class Devices:
     """Numbers of a run's devices: with trained models and engines, with only one of these, and with neither. Reward
-    models count as engines.
+    models count as engines, and teachers as trained models.
 
     Attributes:
         samples_while_training: whether the engines sample for later steps outside the rollout phase.
@@ -88,7 +88,8 @@ class Devices:
 
     @classmethod
     def of(cls, placement: Placement, samples_while_training: bool) -> Devices:
-        trained = (*placement.trainers, *placement.critics, *placement.implicit_rewards)
+        teachers = (process for processes in placement.teachers for process in processes)
+        trained = (*placement.trainers, *placement.critics, *placement.implicit_rewards, *teachers)
         training, sampling = (
             {device for process in processes for part in process.parts for device in part.devices}
             for processes in (trained, (*placement.engines, *placement.reward_models))
@@ -180,4 +181,6 @@ def start_seconds(begin: float, end: float, spans: Iterable[Span], devices: Devi
 
 
 def _role(process: str) -> str:
-    return process.rpartition("-")[0]
+    """Return the role of a process, which is part of its name. The name of a teacher's process includes the teacher's:
+    teacher-NAME-0."""
+    return "teacher" if process.startswith("teacher-") else process.rpartition("-")[0]

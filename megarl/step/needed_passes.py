@@ -9,7 +9,7 @@ from megarl.algorithms.specs import BASELINE_KINDS
 from megarl.config.algorithm_schema import KL
 from megarl.config.schema import Config
 
-PassName = Literal["old log-probs", "reference log-probs", "implicit rewards", "critic values"]
+PassName = Literal["old log-probs", "reference log-probs", "teacher log-probs", "implicit rewards", "critic values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ def passes(config: Config) -> tuple[Pass, ...]:
     return (
         _old_log_probs(config),
         _reference_log_probs(config),
+        *_teacher_log_probs(config),
         Pass("implicit rewards", config.has_implicit_reward, f"implicit_reward.coefficient={coefficient:g}"),
         _critic_values(config),
     )
@@ -36,6 +37,14 @@ def _reference_log_probs(config: Config) -> Pass:
         return Pass("reference log-probs", False, f"{reason}: no term uses them")
     user = f"algorithm.kl.coefficient={coefficient:g}" if coefficient > 0 else _chosen(config)
     return Pass("reference log-probs", True, f"{user}; {_reference(config.algorithm.kl)}")
+
+
+def _teacher_log_probs(config: Config) -> list[Pass]:
+    """Return the teachers' pass, or an empty list without teachers."""
+    coefficient = config.algorithm.distillation.coefficient
+    names = ", ".join(teacher.name for teacher in config.teachers.models)
+    reason = f"algorithm.distillation.coefficient={coefficient:g}; teachers: {names}"
+    return [Pass("teacher log-probs", config.has_teachers, reason)] if names else []
 
 
 def _critic_values(config: Config) -> Pass:
@@ -71,6 +80,9 @@ def _old_log_probs(config: Config) -> Pass:
         return Pass("old log-probs", True, f"{per_step}{again}: the policy moves between them")
     if config.kl_in_reward:
         return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards include a KL term")
+    if config.distills_by_advantage and not from_rollout:
+        reason = "algorithm.distillation.placement=advantage: the advantages include the KL to the teachers"
+        return Pass("old log-probs", True, reason)
     if config.algorithm.trust_region.kl_limit is not None:
         return Pass(
             "old log-probs", True, "algorithm.trust_region: the update compares trial steps with the old policy"

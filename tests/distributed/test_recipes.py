@@ -101,6 +101,17 @@ class Scorer:
         return ready(None)
 
 
+class FakeTeacher:
+    """A fake of a teacher, with a log-prob for every token."""
+
+    def __init__(self, scores: str):
+        self.scores = scores
+
+    def log_probs(self, samples: Sequence[SampleRef]) -> Pending[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(2)
+        return ready({item.id: -torch.rand(item.num_response_tokens, generator=generator) for item in samples})
+
+
 def totals(scores: dict[str, torch.Tensor], updates: Updates) -> dict[str, TokenTotals]:
     samples = [item.sample for batches in updates for batch in batches for item in batch.samples]
     return {s.id: TokenTotals.of(list(compress(scores[s.id].tolist(), s.response_mask))) for s in samples}
@@ -116,7 +127,8 @@ def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[lis
     groups = {"actor": actor, "critic": critic, "implicit_reward": implicit_reward}
     groups = {role: group for role, group in groups.items() if group is not None}
     trained = TrainedModels(groups, dict.fromkeys(groups, ()))
-    workers = Workers(trained, None, None, None, None, None, False, Path())
+    teachers = [FakeTeacher(teacher.scores) for teacher in config.teachers.models]
+    workers = Workers(trained, None, None, None, None, None, False, Path(), teachers=teachers)
     first = config.critic.warmup_steps + 1
     metrics = []
     for number in (first, first + 1):
@@ -164,6 +176,7 @@ def test_recipe_trains(folder, recipe):
         assert all(map(math.isfinite, step.values())), step
         assert any(name.endswith("grad_norm") and value > 0 for name, value in step.items())
     assert set(calls) == {name for name in ("old log-probs", "reference log-probs") if passes.needed(config, name)}
+    assert ("kl/teacher_trained" in metrics[0]) == config.has_teachers
     assert (config.algorithm.kl_metric in metrics[0]) == (config.algorithm.kl.coefficient > 0)
     if updates > 1 and config.algorithm.correction.old == "trainer":
         assert metrics[0]["policy/ratio_max"] > 1  # because of the later updates of the step

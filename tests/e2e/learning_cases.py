@@ -18,6 +18,7 @@ from tests.e2e.learning_tasks import (
     Preferences,
     ScoredDigits,
     Task,
+    TaughtDigits,
     logit,
     of_forward_kl,
     of_reverse_kl,
@@ -171,6 +172,7 @@ CASES: dict[str, Case] = {
     "GRPO, step rewards": estimator(
         "grpo", "algorithm.advantage.credit=reward_to_go", "reward_model.step_end='0'", task=ScoredDigits()
     ),
+    "distillation": estimator("policy_gradient", task=TaughtDigits(), has_control=True),
     "clip": objective("clip"),
     "clip-higher, dual clip": objective("clip", "algorithm.objective={clip_high: 0.28, dual_clip: 3.0}"),
     "unclipped": objective("unclipped"),

@@ -100,6 +100,52 @@ class ScoredDigits(EvenDigits):
         return ["rewards.functions=[]", model, "run.export=false"]
 
 
+@dataclass(frozen=True)
+class TaughtDigits(EvenDigits):
+    """EvenDigits without rewards: a teacher, which is larger than the policy, writes random even digits.
+
+    For the control, it writes other tokens.
+    """
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        vocabulary = tiny_tokenizer().get_vocab()
+        good = [vocabulary[digit] for digit in EVEN]
+        if shuffled:
+            good = random.Random(0).sample(sorted(set(range(len(vocabulary))).difference(good)), len(good))
+        write_teacher(folder / "teacher", good)
+        models = f"[{{name: even, path: {folder / 'teacher'}}}]"
+        return [
+            "rewards.functions=[]",
+            f"teachers={{models: {models}, tokens_per_microbatch: 1024, threads: 1}}",
+            "run.export=false",
+        ]
+
+
+def write_teacher(folder: Path, good: Sequence[int], margin: float = 8.0) -> None:
+    """Write a language model that continues every text with one of these tokens: their logits exceed all others by the
+    margin, so that it writes other tokens with a probability below 1 %.
+
+    Its embeddings are one-hot, and its layers add nothing to them.
+    """
+    size = len(tiny_tokenizer().get_vocab())
+    write_tiny_llama(folder, vocab_size=size, hidden_size=size, num_layers=1, tied=False)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        _pass_embeddings_on(model.model, size)
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[list(good)] = margin / model.model.norm(torch.eye(size)).max()
+    model.save_pretrained(folder)
+
+
+def _pass_embeddings_on(trunk: torch.nn.Module, size: int) -> None:
+    """Make the embeddings one-hot, and let the layers and the norm add nothing to them but a common factor."""
+    for layer in trunk.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    trunk.embed_tokens.weight.copy_(torch.eye(size))
+    trunk.norm.weight.fill_(1.0)
+
+
 def write_token_scorer(folder: Path, good: Sequence[int]) -> None:
     """Write a classifier that scores these tokens with 1 and all others with 0, regardless of context.
 
@@ -109,11 +155,7 @@ def write_token_scorer(folder: Path, good: Sequence[int]) -> None:
     trunk = write_tiny_llama(folder, vocab_size=size, hidden_size=size, num_layers=1)
     model = AutoModelForTokenClassification.from_pretrained(trunk, num_labels=1)
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(size))
-        model.model.norm.weight.fill_(1.0)
+        _pass_embeddings_on(model.model, size)
         model.score.bias.zero_()
         model.score.weight.zero_()
         scale = model.model.norm(torch.eye(size)).max()

@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from megarl.rewards.knights_knaves import knights_knaves
 from tests.e2e.knights import FITS, NOT, PEOPLE, answer, puzzles, thought
-from tests.e2e.learning_tasks import of_forward_kl, of_reverse_kl, write_token_scorer
+from tests.e2e.learning_tasks import of_forward_kl, of_reverse_kl, write_teacher, write_token_scorer
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,15 @@ def test_token_scores_are_independent_of_context(tmp_path):
     with torch.no_grad():
         scores = model(ids).logits[0, :, 0]
     torch.testing.assert_close(scores, torch.tensor([0.0, 1, 0, 1, 1, 0, 1]), rtol=0, atol=1e-5)
+
+
+def test_teacher_writes_its_tokens_after_any_text(tmp_path):
+    write_teacher(tmp_path, [7, 11])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        probabilities = model(torch.tensor([[3, 7, 50, 11, 127]])).logits[0].softmax(-1)
+    assert (probabilities[:, [7, 11]].sum(-1) > 0.97).all()
+    torch.testing.assert_close(probabilities[:, 7], probabilities[:, 11])
 
 
 def test_only_the_solution_of_a_puzzle_fits():

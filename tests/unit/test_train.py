@@ -1,5 +1,6 @@
 """Tests of the driver's part of a step: joining samples with scores and dispatching them to ranks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -283,6 +284,53 @@ def test_loss_of_a_step_is_the_mean_over_its_updates(estimator):
     workers = workers_of(actor, critic if estimator == "gae" else None)
     metrics = values(train(settings, workers, rollouts_of(groups), 1, MovingAverage()))
     assert metrics == {"policy/loss": 3.0} | ({"value/loss": 4.0} if estimator == "gae" else {})
+
+
+class Teacher:
+    """Fakes a TeacherGroup that scores the samples of some prompts."""
+
+    def __init__(self, name: str, log: list[str], *prompts: str) -> None:
+        self.scores, self._log, self._prompts = f"teacher/{name}", log, prompts
+
+    def log_probs(self, samples: Sequence[SampleRef]) -> Pending[dict]:
+        self._log.append(self.scores)
+        return ready({item.id: f"{self.scores} of {item.id}" for item in samples if item.prompt_id in self._prompts})
+
+
+def test_teachers_score_the_actors_samples_before_passes():
+    """In all epochs, and not the critic's samples. The second teacher has no sample of the first prompt."""
+    keys = ("algorithm.advantage.estimator=gae", "critic.tokens_per_microbatch=64", "batch.epochs=2")
+    settings = config(
+        *("batch.prompts_per_step=2", "batch.prompts_per_update=1", "teachers.tokens_per_microbatch=64", *keys),
+        "teachers.models=[{name: a, path: x}, {name: b, path: y}]",
+    )
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    log: list[str] = []
+    actor, critic = Group(), Group()
+    actor.calls = critic.calls = log
+    teachers = [Teacher("a", log, "p0", "p1"), Teacher("b", log, "p1")]
+    workers = replace(workers_of(actor, critic), teachers=teachers)
+    metrics = train(settings, workers, rollouts_of(groups), 1, MovingAverage())
+    assert log == ["teacher/a", "teacher/b", "old", "score_tokens", "train", "train"]
+    assert metrics["teachers/seconds"].value >= 0
+    assert len(actor.updates) == 4
+    for item in (item for update in actor.updates for item in update):
+        names = {"teacher/a"} | ({"teacher/b"} if item.prompt_id == "p1" else set())
+        given = {name: value for name, value in item.scores.items() if name.startswith("teacher/")}
+        assert given == {name: f"{name} of {item.id}" for name in names}
+    assert not any(name.startswith("teacher/") for update in critic.updates for item in update for name in item.scores)
+
+
+def test_teachers_rest_while_only_the_critic_is_trained():
+    keys = ("algorithm.advantage.estimator=gae", "critic={tokens_per_microbatch: 64, warmup_steps: 1}", "run.steps=2")
+    settings = config(*keys, "teachers={models: [{name: a, path: x}], tokens_per_microbatch: 64}")
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    log: list[str] = []
+    workers = replace(workers_of(Group(), Group()), teachers=[Teacher("a", log, "p0", "p1")])
+    assert "teachers/seconds" not in train(settings, workers, rollouts_of(groups), 1, MovingAverage())
+    assert log == []
+    assert "teachers/seconds" in train(settings, workers, rollouts_of(groups), 2, MovingAverage())
+    assert log == ["teacher/a"]
 
 
 EPOCHS = (

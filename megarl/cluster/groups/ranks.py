@@ -18,7 +18,7 @@ from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.spares import SpareProcesses
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import FetchedBatches, RankBatch
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch, Scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
 from megarl.cluster.supervision.processes import ProcessId, kill
@@ -33,6 +33,7 @@ from megarl.resharding.piece import Holder
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from megarl.data.local_batch import LocalBatch
     from megarl.megatron.workers.model import ModelWorker
 
 
@@ -112,12 +113,22 @@ class RankActor(ProcessActor):
         return worker_class(self._config, self._role)
 
 
+class UntrainedRank(RankActor):
+    """One rank of a model that only runs forward passes. Its worker is an UntrainedWorker."""
+
+    def score_tokens(self, batch: LocalBatch) -> Scores:
+        """Score samples without caching them for later passes."""
+        self._batches.clear()
+        return put_scores(self._worker.score_tokens(batch))
+
+
 def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, int, Store, int], ModelWorker]:
     from megarl.megatron.workers.actor import ActorWorker
     from megarl.megatron.workers.classifier import ClassifierWorker
     from megarl.megatron.workers.critic import CriticWorker
     from megarl.megatron.workers.implicit_reward import ImplicitRewardWorker
     from megarl.megatron.workers.reward_model import RewardModelWorker
+    from megarl.megatron.workers.teacher import TeacherWorker
 
     if role == "actor" and config.samples_images:
         from megarl.megatron.workers.denoiser import DenoiserWorker
@@ -125,7 +136,7 @@ def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, 
         return DenoiserWorker
     if role == "actor" and config.trains_reward_model:
         return ClassifierWorker
-    workers = (ActorWorker, CriticWorker, ImplicitRewardWorker, RewardModelWorker)
+    workers = (ActorWorker, CriticWorker, ImplicitRewardWorker, RewardModelWorker, TeacherWorker)
     return next(worker for worker in workers if worker.role == role)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megarl.cluster.groups.ranks import RankActor, RankGroup
+from megarl.cluster.groups.ranks import RankGroup, UntrainedRank
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.replicas import ReplicaGroup
 from megarl.cluster.groups.vllm import VllmActor
@@ -25,18 +25,12 @@ from megarl.core.sample import SampleRef
 from megarl.rollout.router import Aborted, completed
 
 if TYPE_CHECKING:
-    from megarl.data.local_batch import LocalBatch
     from megarl.rollout.vllm.reward_model import VllmClassifier, VllmJudge
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
-class RewardModelActor(RankActor):
+class RewardModelActor(UntrainedRank):
     """One rank of a reward model."""
-
-    def score_tokens(self, batch: LocalBatch) -> Scores:
-        """Score samples without caching them for later passes."""
-        self._batches.clear()
-        return put_scores(self._worker.score_tokens(batch))
 
 
 class RewardModelGroup(RankGroup):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from megarl.cluster.memory.rank import RankParameters, item_bytes, stage_memory
+from megarl.cluster.memory.rank import RankMemory, RankParameters, item_bytes, stage_memory
 from megarl.config.model_schema import Layout, Lora, Role
 from megarl.config.schema import Config
 from megarl.models.denoiser import shape_of
@@ -80,11 +80,13 @@ def draft_parts(config: Config, draft: Mapping[str, Any] | None) -> dict[str, in
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The trained models in a run, the reward model's config.json, and the model that drafts tokens in the engines."""
+    """The trained models in a run, the reward model's config.json, the model that drafts tokens in the engines, and the
+    teachers by name."""
 
     trained: Mapping[Role, ModelParameters]
     reward: Mapping[str, Any] | None = None
     draft: ModelParameters | None = None
+    teachers: Mapping[str, ModelParameters] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -93,6 +95,7 @@ class Models:
         reward: Mapping[str, Any] | None = None,
         lora: Lora | None = None,
         draft: Mapping[str, Any] | None = None,
+        teachers: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Models:
         """Create the models from their config.json files, which include heads. `lora` describes the actor's
         adapters."""
@@ -100,6 +103,7 @@ class Models:
             {role: ModelParameters(c, lora if role == "actor" else None) for role, c in trained.items()},
             reward,
             None if draft is None else ModelParameters(draft),
+            {name: ModelParameters(hf_config) for name, hf_config in (teachers or {}).items()},
         )
 
     @property
@@ -118,19 +122,27 @@ def min_host_bytes(config: Config, models: Models, policy: ModelParameters) -> d
     """
     num_bytes = item_bytes(config)
     parts: dict[str, int] = {}
-    for role, model in models.trained.items():
-        settings = config.placed(role)
-        layout = settings.layout
-        stages = [
+
+    def stages_of(model: ModelParameters, layout: Layout) -> list[RankMemory]:
+        return [
             stage_memory(model.shape, layout, stage, model.of_stage(layout, stage), num_bytes, 1, 1, 1)
             for stage in range(layout.pp)
         ]
+
+    for role, model in models.trained.items():
+        settings = config.placed(role)
+        layout = settings.layout
+        stages = stages_of(model, layout)
         ranks = layout.tp * layout.cp * layout.dp
         weights = ranks * sum(stage.weights for stage in stages)
         trained = 0 if settings.frozen else ranks * sum(stage.gradients + stage.optimizer for stage in stages)
         parts[f"{role}: weights, gradients, optimizer"] = weights + trained
         if role == "actor" and config.has_reference and settings.adapters is None:
             parts["reference: weights"] = weights
+    for name, model in models.teachers.items():
+        layout = config.teachers.layout
+        weights = sum(stage.weights for stage in stages_of(model, layout))
+        parts[f"teacher {name}: weights"] = layout.tp * layout.cp * layout.dp * weights
     rollout = config.rollout
     if not config.is_offline and rollout.quantization is not None:
         layout, actor = config.actor.layout, models.actor

@@ -7,7 +7,7 @@ and vLLM source code where possible, or measured (see core/measured.py). Assumpt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.cluster.memory.rank import FLOAT32, item_bytes
@@ -83,6 +83,7 @@ def gpu_reserve(
     engine: ModelShape | None,
     reward: ModelShape | None,
     gpus_per_node: int,
+    teachers: Sequence[ModelShape] = (),
 ) -> dict[str, float]:
     """Return the items that are always on a GPU, for its own processes and for processes on other GPUs that read its
     weights.
@@ -91,6 +92,7 @@ def gpu_reserve(
         held: for each trained model with a rank on the GPU, its shape and the rank's matrices (see RankParameters).
         engine: model shape of the engine with a rank on the GPU; None without an engine.
         reward: shape of the reward model with a rank on the GPU; None without a reward model.
+        teachers: shapes of the teachers with a rank on the GPU.
     """
     sends = not config.is_offline and weights_travel(config, gpus_per_node)
     items = [
@@ -107,6 +109,7 @@ def gpu_reserve(
         items.append(engine_reserve(config, engine, gpus_per_node))
     if reward is not None:
         items.append(_reward_model_reserve(config, reward, gpus_per_node))
+    items += [trainer_reserve(config.teachers, shape, 0, gpus_per_node) for shape in teachers]
     return sum_by_name(*items)
 
 

@@ -46,6 +46,7 @@ def fullest_phase(
     gpu: int,
     gpus_per_node: int,
     draft: Mapping[str, Any] | None = None,
+    teachers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Load:
     """Return the phase with the largest load among those with an awake engine. See rank_memory for training, during
     which the engine sleeps.
@@ -55,6 +56,7 @@ def fullest_phase(
         trained: config.json of each trained model, including its head.
         reward: the reward model's config.json, None without a reward model.
         draft: config.json of the model that drafts tokens, None without one.
+        teachers: config.json of each teacher by name.
     """
     models: dict[Role, Mapping[str, float]] = {
         role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()
@@ -62,8 +64,8 @@ def fullest_phase(
     always = {} if reward is None else reward_model_parts(config, reward, gpu)
     weights, shape = _engine_weights(config, hf_config, gpu), shape_of(hf_config)
     always |= staging_parts(config, weights, gpus_per_node) | awake_reserve(config, shape)
-    always |= draft_parts(config, draft)
-    always |= _reserve(config, shape, trained, reward, gpu, gpus_per_node)
+    always |= draft_parts(config, draft) | teacher_parts(config, teachers or {}, gpu)
+    always |= _reserve(config, shape, trained, reward, gpu, gpus_per_node, teachers or {})
     loads = engine_loads(config, models, weights, always, sampling_reserve(config, shape))
     return max(loads, key=lambda load: load.total)
 
@@ -75,6 +77,7 @@ def _reserve(
     reward: Mapping[str, Any] | None,
     gpu: int,
     gpus_per_node: int,
+    teachers: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, float]:
     """Return the bytes that processes hold on a GPU in addition to their tensors, by item."""
     spans = device_spans(config)
@@ -86,7 +89,9 @@ def _reserve(
             rank = RankParameters.of(model_config, settings.layout, gpu - span.start) if copied else None
             held[role] = shape_of(model_config), rank.matrices if rank else 0
     scorer = None if reward is None or gpu not in spans[NAMES["reward_model"]] else ModelShape.of(reward)
-    return gpu_reserve(config, held, engine, scorer, gpus_per_node)
+    has_teachers = bool(teachers) and gpu in spans[NAMES["teachers"]]
+    shapes = [ModelShape.of(hf_config) for hf_config in teachers.values()] if has_teachers else []
+    return gpu_reserve(config, held, engine, scorer, gpus_per_node, shapes)
 
 
 def resident_states(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
@@ -179,6 +184,21 @@ def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -
         return {"reward model: weights": _memory(config, settings, hf_config, gpu - span.start).weights}
     weights = huggingface_holder(hf_config, config.model.dtype).shard.num_bytes / settings.layout.tp
     return {"reward model: weights": weights, "reward model: KV cache": settings.kv_cache_gib * GIB}
+
+
+def teacher_parts(config: Config, teachers: Mapping[str, Mapping[str, Any]], gpu: int) -> dict[str, float]:
+    """Return the bytes of the teachers' weights that stay on a GPU while other models or engines compute there.
+
+    Args:
+        teachers: config.json of each teacher by name.
+    """
+    settings = config.teachers
+    if not teachers or settings.offload or gpu not in (span := device_spans(config)[NAMES["teachers"]]):
+        return {}
+    return {
+        f"teacher {name}: weights": _memory(config, settings, hf_config, gpu - span.start).weights
+        for name, hf_config in teachers.items()
+    }
 
 
 def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:

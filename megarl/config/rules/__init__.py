@@ -24,12 +24,13 @@ from megarl.config.rules import (
     rewards,
     rollout,
     run,
+    teachers,
 )
 from megarl.config.rules.no_effect import keys_without_effect
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 
-SECTIONS = (run, data, algorithm, images, rollout, actor, models, rewards, environment, evaluation, cluster)
+SECTIONS = (run, data, algorithm, images, rollout, actor, models, rewards, teachers, environment, evaluation, cluster)
 
 
 def check(config: Config, defaults: Mapping[str, Any]) -> None:

@@ -82,6 +82,7 @@ KEY_REQUIREMENTS = (
             "actor.offload": [],
             "actor.experts.replay_routes": False,
             "reward_model.path": None,
+            "teachers.models": [],
             "rewards.judge": None,
             "rewards.overlong_buffer": None,
             "environment.class": None,
@@ -119,6 +120,7 @@ KEY_REQUIREMENTS = (
             "actor.mtp": BASE,
             "actor.fp8": BASE,
             "reward_model.path": None,
+            "teachers.models": [],
             "implicit_reward.coefficient": 0.0,
             "rewards.judge": None,
             "rewards.overlong_buffer": None,
@@ -142,6 +144,7 @@ KEY_REQUIREMENTS = (
             "algorithm.correction.mask": None,
             "algorithm.kl.coefficient": 0.0,
             "implicit_reward.coefficient": 0.0,
+            "teachers.models": [],
             "batch.epochs_kl_limit": None,
         },
     ),
@@ -202,6 +205,7 @@ KEY_REQUIREMENTS = (
     KeyRequirement("actor.lora.rank=16", lambda config: config.actor.adapters is not None, ("actor.lora",)),
     _if_set("reward_model.path=PATH", ("reward_model",)),
     _if_equal("reward_model.engine=megatron", {"reward_model.offload": []}),
+    _if_set("teachers.models=[{name: NAME, path: PATH}]", ("teachers", "algorithm.distillation")),
     KeyRequirement(
         "reward_model.input_format=question", lambda config: config.reward_model.judges, ("reward_model.judge",)
     ),

@@ -66,8 +66,7 @@ def judge_context_holds_a_question(config: Config) -> Iterator[str]:
 
 
 def samples_have_rewards(config: Config) -> Iterator[str]:
-    has_rewards = config.rewards.functions or config.rewards.judge is not None or config.has_reward_model
-    if not config.is_offline and not has_rewards and not config.has_environment:
+    if not config.is_offline and not config.has_rewards and not config.has_teachers:
         yield (
             "rewards.functions=[]: samples would have no reward. Fix: add a function such as exact_match, or set "
             "reward_model.path or rewards.judge"

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl.algorithms.kl import adapted, adapted_penalty, kl_reward
+from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
 from megarl.megatron.advantages import (
     AnyBatch,
+    add_distillation,
     estimate_advantages,
     mean_advantages,
     moments,
@@ -28,6 +30,7 @@ from megarl.megatron.advantages import (
     with_advantages,
 )
 from megarl.megatron.configured_losses import (
+    configured_distillation,
     configured_imitation_loss,
     configured_policy_loss,
     configured_preference_loss,
@@ -88,7 +91,12 @@ class ActorWorker(TrainerWorker):
         algorithm, spec = config.algorithm, config.algorithm.objective.spec
         if spec.is_policy_objective:
             loss = configured_policy_loss(
-                algorithm, config.tolerance, self.kl_coefficient, has_moved=has_moved, penalty=self._penalty
+                algorithm,
+                config.tolerance,
+                self.kl_coefficient,
+                has_moved=has_moved,
+                penalty=self._penalty,
+                teachers=self._teachers,
             )
             is_first = not self._has_moved and not self._epoch
             makes_no_pass = parallel.returns_results() and is_first and self._settings.layout.cp == 1
@@ -170,6 +178,16 @@ class ActorWorker(TrainerWorker):
         masks = {item.sample.id: torch.tensor(item.sample.response_mask) for item in batch.samples}
         return {name: kl_reward(old[name].cpu(), reference[name].cpu(), mask, *options) for name, mask in masks.items()}
 
+    def _dispatched(self, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the scores from other models. Each teacher has an entry, even if it scored none of this rank's
+        samples."""
+        teachers: dict[str, dict[str, torch.Tensor]] = {teacher.scores: {} for teacher in self._teachers}
+        return teachers | super()._dispatched(batch)
+
+    @property
+    def _teachers(self) -> Sequence[Teacher]:
+        return self._config.teachers.models if self._config.has_teachers else ()
+
     def note_advantages(self, batch: LocalBatch) -> None:
         """Record the moments of an update's advantages. Call it for every update before the step's first update,
         because all updates are whitened together."""
@@ -181,7 +199,12 @@ class ActorWorker(TrainerWorker):
         if self._rank_moments:
             self._step_moments = sum_over_replicas(torch.stack(self._rank_moments).sum(0))
             self._rank_moments.clear()
-        return with_advantages(self._config.algorithm, batches, self._step_moments)
+        config = self._config
+        estimated = with_advantages(config.algorithm, batches, self._step_moments)
+        if not config.distills_by_advantage:
+            return estimated
+        divergence = configured_distillation(config.algorithm.distillation, self._teachers)
+        return add_distillation(estimated, divergence, config.algorithm.correction.old == "rollout")
 
     def end_step(self) -> None:
         super().end_step()

@@ -342,9 +342,14 @@ class TrainerWorker(WeightSource, ABC):
         return estimate_advantages(self._config.algorithm, batches)
 
     def _with_all_scores(self, batch: LocalBatch) -> list[TokenBatch]:
-        names = batch.samples[0].scores if batch.samples else ()
-        dispatched = {name: {item.sample.id: item.scores[name] for item in batch.samples} for name in names}
-        return self._scored(batch, self._kept | dispatched)
+        return self._scored(batch, self._kept | self._dispatched(batch))
+
+    def _dispatched(self, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the scores from other models, as TokenScores."""
+        names = dict.fromkeys(name for item in batch.samples for name in item.scores)
+        return {
+            name: {item.sample.id: item.scores[name] for item in batch.samples if name in item.scores} for name in names
+        }
 
     def _scored(self, batch: LocalBatch, scores: TokenScores) -> list[TokenBatch]:
         pairs = zip(self._collate(batch), batch.members, strict=True)

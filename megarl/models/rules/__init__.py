@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.model_schema import Placed
+from megarl.config.model_schema import Placed, Teacher
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, prefix_lines
 from megarl.models.classifier import score_head_of
 from megarl.models.denoiser import DenoiserShape, is_denoiser
 from megarl.models.families import completed
@@ -137,15 +137,34 @@ def check_implicit_reward_model(
     config: Config, hf_config: Mapping[str, Any], reward_hf_config: Mapping[str, Any]
 ) -> None:
     """Check the config against the implicit reward model's config.json, as in `check_model`."""
-    placed = config.implicit_reward
-    model = _completed(config, placed, reward_hf_config)
+    purpose = "the log-probs for token rewards require"
+    _check_language_model(config, config.implicit_reward, hf_config, reward_hf_config, purpose)
+
+
+def _check_language_model(
+    config: Config, placed: Placed, hf_config: Mapping[str, Any], own_hf_config: Mapping[str, Any], purpose: str
+) -> None:
+    """Check a language model that computes log-probs of the actor's tokens, as in `check_model`. purpose: the beginning
+    of a sentence that ends with `a language model`."""
+    model = _completed(config, placed, own_hf_config)
     if score_head_of(model) is not None:
         raise UserError(
-            f"{path_of(config, placed)}: its architecture is {', '.join(model['architectures'])}, but the log-probs "
-            "for token rewards require a language model. Fix: use a ...ForCausalLM model"
+            f"{path_of(config, placed)}: its architecture is {', '.join(model['architectures'])}, but {purpose} a "
+            "language model. Fix: use a ...ForCausalLM model"
         )
     covered = vocabulary_covers_actors(config, placed, hf_config, model)
     raise_all([*_violations(config, placed, model), *covered])
+
+
+def check_teacher_model(
+    config: Config, teacher: Teacher, hf_config: Mapping[str, Any], teacher_hf_config: Mapping[str, Any]
+) -> None:
+    """Check the config against the config.json of a teacher, as in `check_model`. Each line names the teacher."""
+    placed, purpose = config.teachers.only(teacher), "the divergence from a teacher requires"
+    try:
+        _check_language_model(config, placed, hf_config, teacher_hf_config, purpose)
+    except UserError as error:
+        raise UserError(prefix_lines(f"teachers.models: {teacher.name}: ", str(error))) from None
 
 
 _PLACED_MODEL_RULES = (

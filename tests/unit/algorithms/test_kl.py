@@ -145,3 +145,36 @@ def test_token_estimators_use_the_kl_to_go(estimator):
     keys = (f"algorithm.advantage.estimator={estimator}", "algorithm.kl={placement: reward, coefficient: 0.1}")
     algorithm = load(BASE, ["model.path=m", "data.source=arithmetic", *keys]).algorithm
     assert algorithm.kl_metric == "kl/reward_to_go_token_k1"
+
+
+@pytest.mark.parametrize("placement", ["advantage", "loss"])
+def test_distillation_has_the_gradient_of_the_divergence(placement):
+    """In expectation over the policy's tokens: Σ π·(−A·log π) with A = −K, and Σ π·K as a loss."""
+    logits, policy, first = two_policies()
+    second = torch.randn(20, dtype=torch.float64).log_softmax(-1)
+    weights = [0.25, 2.0]
+    divergence = sum(w * (policy.exp() * (policy - teacher)).sum() for w, teacher in ((0.25, first), (2.0, second)))
+    [expected] = torch.autograd.grad(divergence, logits, retain_graph=True)
+    teachers, mask = torch.stack((first, second), -1), torch.ones(20, dtype=torch.bool)
+    options = dict(weights=weights, estimator=kl.distillation_estimator(placement), limit=None)
+    term = kl.distillation(policy, teachers, mask, **options)
+    sampled = policy.exp().detach()
+    loss = (sampled * (term if placement == "loss" else term.detach() * policy)).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected)
+
+
+def test_distillation_matches_worked_example():
+    """Two teachers: 0.5·K(d₁) + 2·K(d₂) with k1 and a limit of 3. The first teacher has no part in the third token. The
+    last token is masked and not finite."""
+    log_prob = torch.tensor([-1.0, -2.0, -1.0, -1.0])
+    teachers = torch.tensor([[-2.0, -0.5], [-6.0, -2.0], [kl.UNTAUGHT, -1.25], [torch.nan, -torch.inf]])
+    mask = torch.tensor([True, True, True, False])
+    actual = kl.distillation(log_prob, teachers, mask, weights=[0.5, 2.0], estimator="k1", limit=3.0)
+    assert actual.tolist() == [0.5 * 1.0 + 2 * -0.5, 0.5 * 3.0, 2 * 0.25, 0.0]
+
+
+def test_nonfinite_log_probs_of_a_teacher_reach_the_loss():
+    teachers = torch.tensor([[torch.nan], [-torch.inf]])
+    options = dict(weights=[1.0], estimator="k1", limit=None)
+    actual = kl.distillation(torch.tensor([-1.0, -1.0]), teachers, torch.tensor([True, True]), **options)
+    assert not actual.isfinite().any()

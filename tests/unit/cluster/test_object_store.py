@@ -79,6 +79,21 @@ def test_size_includes_token_scores():
     assert scores <= with_values - plain <= 1.25 * scores
 
 
+def test_size_includes_the_log_probs_of_each_teacher():
+    one, two = (
+        config(*LONG, f"teachers.models=[{names}]")
+        for names in ("{name: a, path: x}", "{name: a, path: x}, {name: b, path: y}")
+    )
+    sizes = [sample_bytes(settings, None) for settings in (config(*LONG), one, two)]
+    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] >= 4 * one.rollout.max_new_tokens
+    assert (
+        sample_bytes(
+            config(*LONG, "teachers.models=[{name: a, path: x}]", "algorithm.distillation.coefficient=0"), None
+        )
+        == sizes[0]
+    )
+
+
 def test_size_grows_with_the_batch():
     step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
     assert num_samples(config(*step)) == 64 * 16

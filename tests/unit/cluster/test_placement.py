@@ -98,6 +98,28 @@ def test_placement_decides_whether_roles_share_gpus(where: str, firsts: list[int
     assert placement.rewards[0].gpus == ()
 
 
+@pytest.mark.parametrize(("where", "first"), [("colocated", 0), ("disaggregated", 2)])
+def test_teachers_share_devices_with_each_other(where: str, first: int) -> None:
+    models = "teachers.models=[{name: math, path: x}, {name: c-1.5, path: y}]"
+    keys = (layout(pp=2), models, "teachers.layout={tp: 3, dp: 2}", "rollout={replicas: 2, tp: 1}")
+    placement = placed(*keys, f"cluster.placement={where}", cores=8, on_gpus=True)
+    for name, processes in zip(("math", "c-1.5"), placement.teachers, strict=True):
+        assert [process.name for process in processes] == [f"teacher-{name}-{rank}" for rank in range(6)]
+        assert [process.index for process in processes] == list(range(6))
+        assert [gpu for process in processes for gpu in process.gpus] == list(range(first, first + 6))
+    assert "6 teacher-math × 1 thread on GPUs" in placement.describe()
+
+
+def test_teacher_is_alone_only_without_others() -> None:
+    one, two = (
+        f"teachers.models=[{models}]" for models in ("{name: a, path: x}", "{name: a, path: x}, {name: b, path: y}")
+    )
+    apart = "cluster.placement=disaggregated"
+    assert is_alone(load(QUICKSTART, [one, apart]), "teachers")
+    assert not is_alone(load(QUICKSTART, [two, apart]), "teachers")
+    assert not is_alone(load(QUICKSTART, [one]), "teachers") and not is_alone(load(QUICKSTART, [one]), "actor")
+
+
 def test_description_lists_the_gpus_of_each_role() -> None:
     described = placed(*ALL_ROLES, "cluster.placement=disaggregated", cores=8, on_gpus=True).describe()
     assert described == (

@@ -343,3 +343,33 @@ def test_models_on_shared_devices_start_one_after_another(monkeypatch: pytest.Mo
     launch_workers(SimpleNamespace(), config, ModelFolders(folder, folder, None, None), place(config), None)
     turns = [line for line in log if line.startswith(("actor", "critic"))]
     assert turns == [f"{role} {what}" for role in ("actor", "critic") for what in ("begins", "is waited for", "leaves")]
+
+
+@pytest.mark.parametrize("offload", ["[]", "[parameters]"])
+def test_offloaded_teachers_load_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offload: str
+) -> None:
+    """A started teacher has offloaded its weights, so only one of them is on the devices while they load."""
+    folder, log = write_tiny_llama(tmp_path), []
+    models = "teachers.models=[{name: a, path: x}, {name: b, path: y}]"
+    keys = ["model.path=m", "data.source=arithmetic", "model.dtype=float32", models, f"teachers.offload={offload}"]
+    config, folders = load(BASE, keys), ModelFolders(folder, None, None, None, teachers={"a": folder, "b": folder})
+
+    def teacher_group(_session, _config, teacher, path, processes) -> FakeWorkerGroup:
+        assert path == folder and [process.name for process in processes] == [f"teacher-{teacher.name}-0"]
+        group = FakeWorkerGroup(teacher.name, log)
+        group.role = teacher.name
+        return group
+
+    monkeypatch.setattr(module, "RewardGroup", lambda *_: FakeWorkerGroup("RewardGroup", log))
+    monkeypatch.setattr(module, "engine_group", lambda _: lambda *_: FakeWorkerGroup("EngineGroup", log))
+    monkeypatch.setattr(module, "TrainerGroup", lambda *_: FakeWorkerGroup("TrainerGroup", log))
+    monkeypatch.setattr(module, "TeacherGroup", teacher_group)
+    FakeWorkerGroup.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
+    monkeypatch.setattr(module, "first", lambda pendings: pendings[-1])
+    workers = launch_workers(SimpleNamespace(), config, folders, place(config), None)
+    assert [teacher.role for teacher in workers.teachers] == ["a", "b"]
+    begins, waits = "begins", "is waited for"
+    in_turn = [f"{name} {what}" for name in "ab" for what in (begins, waits)]
+    together = [f"a {begins}", f"b {begins}", f"b {waits}", f"a {waits}"]
+    assert [line for line in log if line[0] in "ab"] == (in_turn if offload == "[parameters]" else together)

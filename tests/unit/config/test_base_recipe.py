@@ -10,6 +10,7 @@ import yaml
 
 from megarl.config.algorithm_schema import VARIANTS
 from megarl.config.evaluation_schema import EvaluationSet
+from megarl.config.model_schema import Teacher
 from megarl.config.names import keys
 from megarl.config.schema import RewardFunction
 from tests.paths import BASE
@@ -27,9 +28,11 @@ def nodes(node: yaml.MappingNode, prefix: str = "") -> dict[str, yaml.ScalarNode
 
 
 def test_base_has_exactly_the_keys_of_the_schema() -> None:
-    """The list of evaluation sets is empty in base.yaml, and a variant section has the options of the default entry."""
+    """The lists of evaluation sets and teachers are empty in base.yaml, and a variant section has the options of the
+    default entry."""
     written, values_of_base = nodes(yaml.compose(BASE.read_text())), yaml.safe_load(BASE.read_text())
-    fields = [key for key in keys() if key not in all_options() and not key.startswith("evaluation.sets.")]
+    in_lists = "evaluation.sets.", "teachers.models."
+    fields = [key for key in keys() if key not in all_options() and not key.startswith(in_lists)]
     assert [key for key in written if key not in all_options()] == fields
     for variant in VARIANTS:
         section = variant.key.rpartition(".")[0]
@@ -54,6 +57,14 @@ def test_keys_of_a_set_are_explained_at_the_list() -> None:
     text = BASE.read_text()
     comment = text[text.index("\n  sets: []") : text.index("\ncheckpoint:")]
     assert set(re.findall(r"\w+", comment)) >= set(EvaluationSet.model_fields)
+
+
+def test_keys_of_a_teacher_are_explained_at_the_list() -> None:
+    text = BASE.read_text()
+    comment = text[
+        text.index("\n  models: []") : text.index("\n  layout: *layout             # as actor.layout, for each")
+    ]
+    assert set(re.findall(r"\w+", comment)) >= set(Teacher.model_fields)
 
 
 def test_every_default_is_explained_on_its_line() -> None:

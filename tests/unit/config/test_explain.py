@@ -37,6 +37,12 @@ def test_uneven_shares_and_several_updates_are_explained() -> None:
     assert "replicas 2 x tp 1 = world size 2" in text
 
 
+def test_ranks_of_the_teachers_are_explained() -> None:
+    models = "teachers.models=[{name: math, path: x}, {name: code, path: y}]"
+    lines = explain(load(BASE, [*RECIPE, models, "teachers.layout={tp: 2, dp: 3}"])).splitlines()
+    assert "teachers    tp 2 x pp 1 x cp 1 x dp 3 = world size 6 each: math, code" in lines
+
+
 def test_epochs_are_explained() -> None:
     text = explain(load(BASE, [*RECIPE, "batch.prompts_per_update=4", "batch.epochs=3"]))
     assert "updates     16 / 4 prompts = 4 per step, in each of 3 epochs" in text

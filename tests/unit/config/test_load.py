@@ -187,8 +187,9 @@ def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
     )
     remedy = "Fix: start the file with `base: base.yaml`, which has the defaults"
     assert errors(path) == [
-        f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, rollout, logprob_check, "
-        f"environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, trackers. {remedy}",
+        f"{path}: missing keys resume, model, actor, critic, reward_model, implicit_reward, teachers, rollout, "
+        "logprob_check, environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, "
+        f"trackers. {remedy}",
         f"{path}:1: missing key run.steps. {remedy}",
     ]
 

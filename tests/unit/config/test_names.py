@@ -28,7 +28,7 @@ from tools import key_tables
         (
             "tp",
             "did you mean actor.layout.tp or critic.layout.tp or reward_model.layout.tp or "
-            "implicit_reward.layout.tp or rollout.tp? Fix: rename the key",
+            "implicit_reward.layout.tp or teachers.layout.tp or rollout.tp? Fix: rename the key",
         ),
         ("rewards.functions.func", "did you mean rewards.functions.function? Fix: rename the key"),
         ("rollout.n", "verl's rollout.n corresponds to batch.samples_per_prompt. Fix: use that key"),
@@ -191,9 +191,9 @@ from tools import key_tables
         ("critic.tp", "did you mean critic.layout.tp? Fix: rename the key"),
         (
             "quux",
-            "the top level has the keys resume, run, model, actor, critic, reward_model, implicit_reward, rollout, "
-            "logprob_check, environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, "
-            "trackers. Fix: use one of them, or remove the key",
+            "the top level has the keys resume, run, model, actor, critic, reward_model, implicit_reward, teachers, "
+            "rollout, logprob_check, environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, "
+            "cluster, trackers. Fix: use one of them, or remove the key",
         ),
     ],
 )

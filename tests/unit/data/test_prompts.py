@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from megarl.config.evaluation import config_of_set
 from megarl.config.evaluation_schema import EvaluationSet
+from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
@@ -410,3 +411,20 @@ def test_rendered_text_is_not_rendered_again(starting_folder, tmp_path, prompt):
         load_prompts(config_of(jsonl(tmp_path, prompt)), starting_folder)
     [whole] = load_prompts(config_of(jsonl(tmp_path, "a <s> b")), starting_folder)
     assert whole.text.startswith("<s><|user|>a <s> b")
+
+
+def test_row_without_teacher_and_reward_is_rejected(model_folder, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "a", "answer": 1, "kind": k}) + "\n" for k in ("math", "code")))
+    alone = ["model.path=m", f"data.source={path}", "data.source_column=kind", "rewards.functions=[]"]
+
+    def load_with(sources: str, *overrides: str):
+        models = f"teachers.models=[{{name: a, path: x, sources: [math]}}, {{name: b, path: y, sources: {sources}}}]"
+        return load_prompts(load(BASE, [*alone, models, *overrides]), model_folder)
+
+    assert [prompt.columns["kind"] for prompt in load_with("[code]").prompts] == ["math", "code"]
+    assert len(load_with("[physics]", "rewards.functions=[{function: exact_match}]")) == 2
+    with pytest.raises(
+        UserError, match=r"rows.jsonl:2: no teacher in teachers.models lists 'code' \(the row's 'kind'\)"
+    ):
+        load_with("[physics]")

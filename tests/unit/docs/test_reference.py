@@ -31,7 +31,9 @@ def rows(page: str) -> dict[str, list[str]]:
 def test_configuration_page_has_every_key_with_default_and_comment():
     table = rows(reference.config_page().partition("## Options of estimators")[0])
     # The page omits the keys of sections that are YAML aliases of other sections.
-    aliases = re.compile(r"^(critic|implicit_reward)\.(layout|optimizer|megatron_overrides)\.|^reward_model\.layout\.")
+    aliases = re.compile(
+        r"^(critic|implicit_reward)\.(layout|optimizer|megatron_overrides)\.|^(reward_model|teachers)\.layout\."
+    )
     for key, value in leaves(yaml.safe_load(BASE.read_text())).items():
         if aliases.match(key):
             continue

@@ -86,13 +86,15 @@ def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
     rows.touch()
     config = load(recipe)
     own_data = [] if config.data.is_procedural else [f"data.source={rows}"]
-    # The RLHF recipe starts from models that two other recipes write, and the image recipe from one that a tool writes.
+    # The RLHF and distillation recipes start from models that other recipes write, and the image recipe from one that a
+    # tool writes.
     models = {key: getattr(config, key).path for key in ("model", "critic", "reward_model")}
     if config.rollout.engine == "diffusers":
         write_tiny_image_model(tmp_path / "model")
     else:
         write_model(tmp_path / "model", {})
     own_models = [f"{key}.path={tmp_path}/model" for key, path in models.items() if path and Path(path).is_absolute()]
+    own_models += [f"teachers.models=[{{name: a, path: {tmp_path}/model}}]"] if config.has_teachers else []
     lines = launch(recipe, ON_CPU, f"run.folder={tmp_path}", *own_data, *own_models)
     assert lines[-1] == "dry run: nothing was submitted"
     run = tmp_path / config.run.name

@@ -15,7 +15,8 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.score import NO_BASELINE, Baseline, TokenTotals
 from megarl.data.collate import collate
-from megarl.megatron.advantages import mean_advantages, with_advantages
+from megarl.megatron.advantages import add_distillation, estimate_advantages, mean_advantages, with_advantages
+from megarl.megatron.configured_losses import configured_distillation
 from megarl.rewards.process import on_turns
 from tests.packing import packing
 from tests.paths import BASE
@@ -229,3 +230,33 @@ def test_advantages_ignore_neighbors_in_the_pack(estimator):
         [samples_in_order[2], samples_in_order[0], samples_in_order[3], samples_in_order[1]],
     ):
         torch.testing.assert_close(pack_advantages(order), alone)
+
+
+TEACHERS = "[{name: one, path: x}, {name: two, path: y, weight: 0.5}]"
+
+
+@pytest.mark.parametrize("old_is_rollout", [False, True], ids=["old policy", "rollout policy"])
+@pytest.mark.parametrize("estimator", ["grpo", "gae", "reinforce_plus_plus"])
+def test_distillation_is_added_after_whitening(estimator, old_is_rollout):
+    """With masked tokens, which have no part, and an empty pack. The log-probs at masked tokens are not finite."""
+    keys = ["model.path=m", "data.source=arithmetic", f"teachers.models={TEACHERS}", "algorithm.distillation.limit=1.5"]
+    config = load(BASE, [*keys, f"algorithm.advantage.estimator={estimator}", "algorithm.distillation.coefficient=0.3"])
+    masks = {name: torch.tensor(mask) for name, mask in MASKS.items()}
+    drawn = {name: randn(i) for i, name in enumerate(("old", "values", "teacher/one", "teacher/two"))}
+    for name in ("teacher/one", "teacher/two"):
+        drawn[name] = {i: 3 * values.where(masks[i], torch.nan) for i, values in drawn[name].items()}
+    del drawn["teacher/two"]["c"]  # of a source that this teacher does not teach
+    samples = [training_sample(name) for name in MASKS]
+    batches = [collate(members, packing(), **drawn) for members in (samples, [])]
+    plain, _ = estimate_advantages(config.algorithm, batches)
+    divergence = configured_distillation(config.algorithm.distillation, config.teachers.models)
+    batch, empty = add_distillation(estimate_advantages(config.algorithm, batches), divergence, old_is_rollout)
+    assert len(empty.advantage) == 0
+    expected = []
+    for name, mask in masks.items():
+        old = torch.full(mask.shape, -1.0) if old_is_rollout else drawn["old"][name]
+        one = (old - drawn["teacher/one"][name]).clamp(-1.5, 1.5)
+        two = 0.0 if name == "c" else (old - drawn["teacher/two"][name]).clamp(-1.5, 1.5)
+        expected.append(torch.where(mask, -0.3 * (one + 0.5 * two), 0.0))
+    assert torch.cat(expected).abs().max() > 0.5
+    torch.testing.assert_close(batch.advantage, plain.advantage + torch.cat(expected))

@@ -88,3 +88,30 @@ def test_epochs_have_different_draws():
     draws = [_draw(training_ref(sample, 1.0), epoch) for epoch in (0, 1, 2, 1)]
     assert torch.equal(draws[1], draws[3])
     assert len({tuple(draw.tolist()) for draw in draws}) == 3
+
+
+def test_distillation_in_the_loss_is_added_and_measured():
+    """Σ w·Σ_k c·w_k·d²/2 on trained tokens, and the metric of each teacher is its mean d, over the tokens of the sample
+    that it teaches. The loss without teachers is the same except for this term."""
+    keys = ["model.path=m", "data.source=arithmetic", "algorithm.distillation={placement: loss, coefficient: 0.5}"]
+    config = load(BASE, [*keys, "teachers.models=[{name: a, path: x}, {name: b, path: y, weight: 3.0}]"])
+    masks, scores = {"s": (True, False, True), "t": (True,)}, {"a": {"s": [-2.0, torch.nan, -0.5]}}
+    scores["b"] = {"s": [-1.0, torch.inf, -3.0], "t": [-4.0]}
+    given = {f"teacher/{k}": {i: torch.tensor(v) for i, v in of_k.items()} for k, of_k in scores.items()}
+    refs = []
+    for name, mask in masks.items():
+        n = len(mask)
+        sample = Sample(name, Prompt("p", "", (7, 8)), (9,) * n, (-1.0,) * n, mask, (VersionRun(0, n),), "stop", "")
+        refs.append(training_ref(sample, 1.0, NO_BASELINE, 1.0))
+    [batch] = with_advantages(config.algorithm, [collate(refs, packing(), **given)])
+    scored = torch.tensor([[-1.5, 2.0], [-1.0, 3.0], [-2.5, 4.0], [-1.0, 4.0]])
+    loss = configured_policy_loss(config.algorithm, config.tolerance, 0.0, teachers=config.teachers.models)
+    plain = configured_policy_loss(config.algorithm, config.tolerance, 0.0)
+    differences = {"a": (0.5, -2.0), "b": (-0.5, 0.5, 3.0)}
+    squares = sum(w * sum(d**2 for d in differences[k]) / 2 for k, w in (("a", 1.0), ("b", 3.0)))
+    terms = loss.terms(batch, scored)
+    assert len(set(batch.weight[batch.mask].tolist())) == 1
+    added = float(terms.loss - plain.terms(batch, scored).loss)
+    assert added == pytest.approx(float(batch.weight[0]) * 0.5 * squares)
+    metrics = read(loss.metrics(batch, terms))
+    assert {k: metrics[f"kl/teacher_{k}"].value for k in "ab"} == {"a": -0.75, "b": 1.0}

@@ -156,3 +156,38 @@ def test_full_host_memory_is_a_problem():
     assert reference.host["reference: weights"] == pytest.approx(8 * 14 * GIB, rel=0.02)
     assert "a node's host memory would hold" in reference.problem and reference.problem.count("\n") == 0
     assert "has only 2048 GiB. Fix: offload less, or set checkpoint.background=false" in reference.problem
+
+
+def teacher_plan(tmp_path, *overrides):
+    for name in ("student", "large"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / "student/config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
+    (tmp_path / "large/config.json").write_text(json.dumps(CONFIGS[DENSE]))
+    keys = (*layout_keys(dp=2), f"model.path={tmp_path / 'student'}", "rollout.replicas=2", *overrides)
+    return plan_recipe(recipe(*keys), read_cluster("2xH100"), as_is=True).best
+
+
+def test_teacher_has_its_own_phase_and_time(tmp_path):
+    """The teacher is larger than the actor: its weights, its forward pass and their time are those of its layout."""
+    models = f"teachers.models=[{{name: large, path: {tmp_path / 'large'}}}]"
+    without = teacher_plan(tmp_path)
+    plan, offloaded = (
+        teacher_plan(tmp_path, models, "teachers.layout={tp: 2, sequence_parallel: true}", f"teachers.offload={parts}")
+        for parts in ("[]", "[parameters]")
+    )
+    phase, part = "while the teacher large computes log-probs", "teacher large: weights"
+    loads, away = ({load.phase: load for load in each.loads} for each in (plan, offloaded))
+    weights = rank_memory(CONFIGS[DENSE], plan.config.teachers.layout, 0, 2, 0, 0, 1).weights
+    assert loads[phase].parts[part] == away[phase].parts[part] == weights > 7 * GIB
+    assert loads[phase].parts["forward pass"] > 0 and loads[phase].parts["actor: not offloaded"] > 0
+    assert loads[TRAINS].parts[part] == loads[SAMPLES].parts[part] == weights
+    assert part not in away[TRAINS].parts and part not in away[SAMPLES].parts
+    assert (plan.host.keys() & {"teacher large: offloaded"}, plan.times.moving) == (set(), 0)
+    assert offloaded.host["teacher large: offloaded"] == 2 * weights and offloaded.times.moving > 0
+    assert phase not in {load.phase for load in without.loads}
+    added = plan.times.phases["teacher large: passes"]
+    # The advantages need a pass for the old log-probs.
+    assert plan.times.seconds == pytest.approx(without.times.seconds + added + plan.times.phases["actor: passes"])
+    # On the same GPUs, a pass of 7.6 billion parameters takes longer than one of 0.6 billion.
+    assert added > 5 * sum(plan.times.training["actor"].passes.values())
+    assert plan.times.training["teacher large"].update == {}

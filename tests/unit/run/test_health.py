@@ -47,6 +47,13 @@ def test_constant_rewards_are_named_after_three_steps() -> None:
     assert "Likely causes: the reward function returns the same value for all responses, or the prompts" in message
 
 
+def test_runs_without_rewards_have_no_constant_reward() -> None:
+    teacher = "teachers.models=[{name: a, path: x}]"
+    series = [CONSTANT | {"policy/grad_norm": 1.0}] * 9
+    assert found(series, teacher, "rewards.functions=[]") == {}
+    assert list(found(series, teacher)) == ["constant_reward"]
+
+
 def test_cause_of_constant_rewards_depends_on_the_run() -> None:
     truncated = found([CONSTANT | {"response/truncated_frac": 1.0}] * 9)
     assert list(truncated) == ["constant_reward"]

@@ -7,6 +7,7 @@ from megarl.step import passes
 from tests.paths import BASE
 
 GAE = "algorithm.advantage.estimator=gae"
+TEACHERS = "teachers.models=[{name: a, path: x}, {name: b, path: y}]"
 BATCH = ("batch.prompts_per_step=8", "batch.prompts_per_update=8")
 
 
@@ -97,6 +98,16 @@ def config(*overrides: str):
             True,
             "the rewards include a KL term",
         ),
+        (
+            [TEACHERS, "algorithm.distillation.coefficient=0.5"],
+            "teacher log-probs",
+            True,
+            "algorithm.distillation.coefficient=0.5; teachers: a, b",
+        ),
+        ([TEACHERS, "algorithm.distillation.coefficient=0"], "teacher log-probs", False, "coefficient=0"),
+        ([TEACHERS], "old log-probs", True, "the advantages include the KL to the teachers"),
+        ([TEACHERS, "algorithm.distillation.placement=loss"], "old log-probs", False, "one update per step"),
+        ([TEACHERS, "algorithm.correction.old=rollout"], "old log-probs", False, "the engine's log-probs approximate"),
         (["batch.prompts_per_update=8"], "implicit rewards", False, "coefficient=0"),
         (
             ["batch.prompts_per_update=8", GAE, "implicit_reward.coefficient=2"],

@@ -21,6 +21,7 @@ from megarl.cluster.groups.reward_models import (
     RewardModelGroup,
 )
 from megarl.cluster.groups.rewards import RewardActor, RewardGroup, RewardWorker
+from megarl.cluster.groups.teachers import TeacherActor, TeacherGroup
 from megarl.cluster.groups.trainers import ImageTrainerGroup, TrainerActor, TrainerGroup
 from megarl.cluster.pending import Answers, ready
 from megarl.config.cluster_schema import TimeoutKind
@@ -34,6 +35,7 @@ from megarl.rollout.vllm.engine import VllmEngine
 GROUPS: list[tuple[type[WorkerGroup], Any, type[Any]]] = [
     (TrainerGroup, TrainerActor, ActorWorker),
     (RewardModelGroup, RewardModelActor, ModelWorker),
+    (TeacherGroup, TeacherActor, ModelWorker),
     (RewardEngineGroup, RewardEngineActor, object),
     (EngineGroup, EngineActor, VllmEngine),
     (ImageEngineGroup, ImageEngineActor, DiffusersEngine),

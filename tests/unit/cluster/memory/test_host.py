@@ -87,3 +87,13 @@ def test_each_rank_of_an_engine_holds_a_draft_model() -> None:
     models = Models.of({"actor": hf_config}, draft=hf_config)
     found = min_host_bytes(config, models, ModelParameters(hf_config))
     assert found["engines: draft models"] == 3 * 4 * COUNT == found[ENGINES]
+
+
+def test_each_replica_of_a_teacher_holds_its_weights():
+    hf_config = HF_CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    models = "models: [{name: a, path: x}]"
+    keys = ["model.path=m", "data.source=arithmetic", f"teachers={{{models}, layout: {{dp: 2, pp: 2}}}}"]
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        config = load(BASE, [*keys, f"model.dtype={dtype}"])
+        held = Models.of({"actor": hf_config}, teachers={"a": hf_config})
+        assert min_host_bytes(config, held, ModelParameters(hf_config))["teacher a: weights"] == 2 * size * COUNT

@@ -109,6 +109,24 @@ def test_reward_model_remains_unless_offloaded(settings: str, parts: dict[str, f
         assert {part: size for part, size in found.parts.items() if "reward" in part} == parts
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_teachers_remain_unless_offloaded(offload: bool):
+    """The second GPU has no rank of the teachers."""
+    models = "models: [{name: a, path: x}, {name: b, path: y}]"
+    keys = [f"teachers={{{models}, offload: {'[parameters]' if offload else '[]'}}}", "actor.layout.dp=2"]
+    keys += ["rollout={replicas: 2, kv_cache_gib: 1}"]
+    found = [
+        fullest_phase(
+            config(*keys), QWEN_1_5B, {"actor": QWEN_1_5B}, None, gpu, 8, teachers=dict.fromkeys("ab", QWEN_1_5B)
+        ).parts
+        for gpu in range(2)
+    ]
+    weights = [{part: size for part, size in parts.items() if part.startswith("teacher")} for parts in found]
+    expected = {} if offload else {f"teacher {name}: weights": 2 * PARAMETERS for name in "ab"}
+    assert weights == [expected, {}]
+    assert found[0][CONTEXTS] > 2 * found[1][CONTEXTS], "each teacher has a process with a CUDA context"
+
+
 @pytest.mark.parametrize("extra", ["actor.frozen=[model.layers.0.*]", "actor.megatron_overrides.optimizer={a: 1}"])
 def test_uncertain_memory_is_not_counted(extra: str):
     load = fullest(extra, "rollout.vllm_overrides={quantization: fp8}", "rollout.kv_cache_gib=60")

@@ -1,0 +1,39 @@
+"""Rules for sections `teachers` and `algorithm.distillation`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.schema import Config
+
+
+def teachers_have_distinct_names(config: Config) -> Iterator[str]:
+    names = [teacher.name for teacher in config.teachers.models]
+    taken = next((name for name in names if names.count(name) > 1), None)
+    if taken is not None:
+        yield f"teachers.models: two teachers have the name {taken}. Fix: give each teacher a different name"
+
+
+def distillation_alone_needs_no_rounds(config: Config) -> Iterator[str]:
+    rounds = config.batch.sampling_rounds
+    if config.has_teachers and not config.has_rewards and rounds > 1:
+        yield (
+            f"batch.sampling_rounds={rounds}: dynamic sampling replaces prompts whose samples have equal rewards, but "
+            "with rewards.functions=[] no sample has a reward. Fix: set batch.sampling_rounds=1, or add a reward"
+        )
+
+
+def teacher_sources_require_source_column(config: Config) -> Iterator[str]:
+    named = next((teacher for teacher in config.teachers.models if teacher.sources is not None), None)
+    if named is not None and not config.is_offline and config.data.source_column is None:
+        yield (
+            f"teachers.models: {named.name} with sources={named.sources}: the source of a row is unknown, because "
+            "data.source_column=null. Fix: set data.source_column"
+        )
+
+
+RULES = (
+    teachers_have_distinct_names,
+    distillation_alone_needs_no_rounds,
+    teacher_sources_require_source_column,
+)

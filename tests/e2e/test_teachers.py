@@ -1,0 +1,76 @@
+"""Complete runs with teachers that are larger than the actor, alone and beside rewards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.test_train import metrics_of, train_in
+from tests.tiny_model import tiny_tokenizer, write_tiny_llama
+
+pytestmark = pytest.mark.slow
+
+
+IDS = {tiny_tokenizer().decode([i]): i for i in range(len(tiny_tokenizer().get_vocab()))}
+
+
+def log_probs(model: torch.nn.Module, row: dict) -> torch.Tensor:
+    """Return the log-probs of the tokens of a row's response."""
+    prompt = tiny_tokenizer().encode(row["prompt"])
+    ids = torch.tensor([prompt + [IDS[text] for text in row["tokens"]]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory) -> dict[str, Path]:
+    sizes = {"large": dict(hidden_size=128, num_heads=4, num_layers=3), "small": dict(hidden_size=64, num_heads=2)}
+    return {
+        name: write_tiny_llama(tmp_path_factory.mktemp(name), num_kv_heads=2, seed=i + 1, **keys)
+        for i, (name, keys) in enumerate(sizes.items())
+    }
+
+
+def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
+    """The advantages of the first step equal log p_teacher − log p_student of transformers, weighted over teachers."""
+    models = f"{{name: large, path: {teachers['large']}}}, {{name: small, path: {teachers['small']}, weight: 0.5}}"
+    run = train_in(
+        series,
+        tmp_path,
+        model,
+        *("run.steps=2", f"teachers.models=[{models}]", "rewards.functions=[]", "batch.samples_per_prompt=2"),
+        "teachers={layout: {tp: 2}, tokens_per_microbatch: 256, threads: 1, offload: [parameters]}",
+        *("algorithm.advantage.estimator=policy_gradient", "algorithm.distillation.coefficient=0.5"),
+    )
+    steps = metrics_of(run)
+    assert [step["weights/version"] for step in steps] == [1, 2]
+    assert all(step["policy/grad_norm"] > 0 and 0 < step["teachers/seconds"] < step["time/train"] for step in steps)
+    assert all(step["reward/mean"] == step["reward/std"] == 0 for step in steps)
+    student, *others = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, *teachers.values()))
+    rows = [json.loads(line) for line in (run / "rollouts/step_000001.jsonl").read_text().splitlines()]
+    assert len(rows) == 16
+    for row in rows:
+        own, *given = (log_probs(each, row) for each in (student, *others))
+        expected = 0.5 * (1.0 * (given[0] - own) + 0.5 * (given[1] - own))
+        assert row["token_advantages"] == pytest.approx(expected.tolist(), abs=2e-3)
+        assert row["advantage"] == pytest.approx(expected.mean().item(), abs=2e-3)
+
+
+def test_teacher_adds_to_the_rewards_of_a_group(series, model, teachers, tmp_path):
+    """With GRPO and several updates per step. Samples of a group have different advantages, and their rewards count."""
+    run = train_in(
+        series,
+        tmp_path,
+        model,
+        *("run.steps=2", f"teachers.models=[{{name: large, path: {teachers['large']}}}]", "teachers.threads=1"),
+        *("batch.prompts_per_update=4", "batch.epochs=2", "teachers.tokens_per_microbatch=256"),
+        *("algorithm.distillation={coefficient: 0.1, placement: loss}", "algorithm.kl.coefficient=0.01"),
+    )
+    for step in metrics_of(run):
+        assert step["reward/std"] > 0 and step["policy/grad_norm"] > 0 and step["kl/loss_token_k3"] >= 0
+        assert step["kl/teacher_large"] > 0.1

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.rules.recipes import errors, recipe
+
+TEACHERS = "teachers.models=[{name: math, path: large}, {name: code, path: larger, weight: 0.5}]"
+SHOWN = "teachers.models=[{name: math, path: large, revision: null, sources: null,...: has no effect unless "
+ALONE = "rewards.functions=[]"
+
+
+def test_teachers_have_defaults_and_their_own_devices() -> None:
+    config = recipe(TEACHERS, ALONE, "teachers.layout.tp=4")
+    assert [(teacher.name, teacher.weight) for teacher in config.teachers.models] == [("math", 1.0), ("code", 0.5)]
+    assert config.num_ranks == {"actor": 2, "teachers": 4, "rollout": 1}
+    assert config.has_teachers and not config.has_rewards and config.distills_by_advantage
+    assert config.algorithm.distillation.estimator == "k1"
+    in_loss = recipe(TEACHERS, "algorithm.distillation.placement=loss")
+    assert in_loss.has_rewards and not in_loss.distills_by_advantage
+    assert in_loss.algorithm.distillation.estimator == "k2"
+
+
+def test_coefficient_of_zero_leaves_the_teachers_out() -> None:
+    config = recipe(TEACHERS, "algorithm.distillation.coefficient=0")
+    assert not config.has_teachers and "teachers" not in config.num_ranks
+    [line] = errors(TEACHERS, ALONE, "algorithm.distillation.coefficient=0")
+    assert line.startswith("rewards.functions=[]: samples would have no reward.")
+
+
+def test_null_removes_the_teachers() -> None:
+    assert recipe(TEACHERS, "teachers=null") == recipe()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["teachers.models=[{name: a, path: x}, {name: b, path: y}, {name: a, path: z}]"],
+            "teachers.models: two teachers have the name a. Fix: give each teacher a different name",
+        ),
+        (
+            [TEACHERS, ALONE, "batch.sampling_rounds=2"],
+            "batch.sampling_rounds=2: dynamic sampling replaces prompts whose samples have equal rewards, but with",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, sources: [math]}]"],
+            "teachers.models: a with sources=['math']: the source of a row is unknown, because data.source_column=",
+        ),
+        (
+            ["algorithm.distillation.placement=loss"],
+            "algorithm.distillation.placement=loss: has no effect unless teachers.models=[{name: NAME, path: PATH}].",
+        ),
+        (["teachers.layout.tp=2"], "teachers.layout.tp=2: has no effect unless teachers.models=[{name: NAME"),
+        (
+            [TEACHERS, "teachers.tokens_per_microbatch=255"],
+            "teachers.tokens_per_microbatch=255: a sample can have up to rollout.context_length=256 tokens and is",
+        ),
+        ([TEACHERS, "teachers.layout.dp=129"], "teachers.layout.dp=129: an update has only 128 samples"),
+        (
+            [TEACHERS, "algorithm.objective.name=dpo"],
+            f"{SHOWN}algorithm.objective.name=clip (or another objective that",
+        ),
+        (
+            [TEACHERS, "algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"],
+            f"{SHOWN}data.format=prompts. Fix: set data.format=prompts, or remove the key (its default is [])",
+        ),
+    ],
+)
+def test_invalid_teachers_are_rejected(overrides: list[str], line: str) -> None:
+    [found] = errors(*overrides)
+    assert found.startswith(line)
+
+
+def test_image_models_have_no_teachers() -> None:
+    assert any(line.startswith(f"{SHOWN}rollout.engine=vllm") for line in errors(TEACHERS, "rollout.engine=diffusers"))
+
+
+@pytest.mark.parametrize(
+    ("teacher", "line"),
+    [
+        ("{name: a, path: x, layer: 3}", "command line: teachers.models.0.layer: unknown key; did you mean"),
+        ("{name: a b, path: x}", "command line: teachers.models.0.name=a b: expected text that matches"),
+        ("{path: x}", "command line: missing key teachers.models.0.name."),
+        ("{name: a, path: x, weight: 0}", "command line: teachers.models.0.weight=0: "),
+    ],
+)
+def test_invalid_key_of_a_teacher_is_named(teacher: str, line: str) -> None:
+    [found] = errors(f"teachers.models=[{teacher}]")
+    assert found.startswith(line)
