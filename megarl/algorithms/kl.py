@@ -110,8 +110,10 @@ def distillation(
         weights: w_k of each teacher.
         limit: the bound on each estimate, as in `estimate`.
     """
-    assert teachers.shape == (len(log_prob), len(weights)), f"teachers has shape {tuple(teachers.shape)}"
     require_one_shape(log_prob=log_prob, mask=mask)
+    if teachers.shape != (len(log_prob), len(weights)):
+        expected = f"[{len(log_prob)}, {len(weights)}]"
+        raise ValueError(f"teachers must have shape {expected}, got {tuple(teachers.shape)}")
     log_ratio = (log_prob[:, None] - teachers).where(mask[:, None] & (teachers != UNTAUGHT), 0.0)
     return estimate(estimator, log_ratio, limit=limit) @ log_ratio.new_tensor(weights)
 

@@ -25,6 +25,7 @@ OTHERS = {
     "level": "sequence",
     "estimator": "k1",
     "weight": "token",
+    "weights": (1.0,),
     "num_samples": 3,
     "kind": "flow",
     "step": Transition(torch.ones(3), torch.ones(3), torch.ones(3)),
@@ -32,6 +33,8 @@ OTHERS = {
 }
 LATENTS = {"x", "x0", "x_next", "noise", "v", "old_v", "other", "latents", "conditional", "unconditional"}
 """Tensors of shape [B, …] in functions of denoising steps; all others are one-dimensional."""
+COLUMNS = {"teachers"}
+"""Tensors of shape [N, K]."""
 OTHER_SHAPE = {("at_last_token", "reward"), ("per_sample", "latents")}
 """(function, tensor) pairs in which the tensor's dimensions are independent of the other tensors."""
 
@@ -59,7 +62,8 @@ def arguments(function: Callable) -> dict[str, object]:
     for name in inspect.signature(function).parameters:
         values[name] = OTHERS.get(name, 0.5)
     for name in tensors(function):
-        values[name] = torch.zeros((3, 2) if is_latent(function, name) else 3, dtype=DTYPES.get(name))
+        shape = (3, 2) if is_latent(function, name) else (3, 1) if name in COLUMNS else (3,)
+        values[name] = torch.zeros(shape, dtype=DTYPES.get(name))
     return values
 
 
@@ -70,7 +74,12 @@ CASES = [(f, name) for f in functions() for name in tensors(f) if (f.__name__, n
 def test_mismatched_shape_is_rejected(function, name):
     values = arguments(function)
     function(**values)
-    for shape in ((1, 2), (3, 1), (3,), ()) if is_latent(function, name) else ((1,), (3, 1), ()):
+    wrong: tuple[tuple[int, ...], ...] = ((1,), (3, 1), ())
+    if is_latent(function, name):
+        wrong = ((1, 2), (3, 1), (3,), ())
+    elif name in COLUMNS:
+        wrong = ((1, 1), (3, 2), (3,), ())
+    for shape in wrong:
         with pytest.raises(ValueError, match=r"must have (the same )?shape"):
             function(**values | {name: values[name].new_zeros(shape)})
 

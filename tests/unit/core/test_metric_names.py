@@ -40,6 +40,7 @@ FORMS = {
     },
     "weights/staleness_N_share": "weights/staleness_{",
     "kl/FORM": '"kl/"',
+    "kl/teacher_NAME": "kl/teacher_{",
     "environment/stop_REASON": "environment/stop_{",
     "environment/tool_STATUS": "environment/tool_{",
     "evaluation/SET/avg@K": "avg@{",
