@@ -61,9 +61,7 @@ def test_keys_of_a_set_are_explained_at_the_list() -> None:
 
 def test_keys_of_a_teacher_are_explained_at_the_list() -> None:
     text = BASE.read_text()
-    comment = text[
-        text.index("\n  models: []") : text.index("\n  layout: *layout             # as actor.layout, for each")
-    ]
+    comment, _, _ = text.partition("\n  models: []")[2].partition("\n  layout:")
     assert set(re.findall(r"\w+", comment)) >= set(Teacher.model_fields)
 
 
