@@ -127,7 +127,8 @@ def _sweep(folder: Path) -> str | None:
     except BlockingIOError:
         return None  # the run that owns the folder has not ended
     except OSError as error:
-        return None if _is_gone(folder) else f"{Path(error.filename).name}: {error.strerror}"
+        name = folder if error.filename is None or isinstance(error.filename, int) else error.filename
+        return None if _is_gone(folder) else f"{Path(name).name}: {error.strerror}"
     return None
 
 

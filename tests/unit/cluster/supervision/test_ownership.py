@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -149,6 +151,19 @@ def test_folder_without_lock_is_skipped(tmp_path: Path, capsys: pytest.CaptureFi
     folder = dead_scratch(tmp_path)
     (folder / scratch.LOCK).unlink()
     assert_skipped(folder, "lock: No such file or directory", capsys)
+
+
+def test_folder_on_a_disk_without_locks_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error does not name the file."""
+    folder = dead_scratch(tmp_path)
+
+    def flock(*_) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert_skipped(folder, f"{folder.name}: No locks available", capsys)
 
 
 def test_plain_file_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
