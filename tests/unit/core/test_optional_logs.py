@@ -8,6 +8,7 @@ import resource
 import shutil
 from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,16 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return disk
 
 
-@pytest.fixture
-def file_limit() -> Iterator[None]:
-    """Limit files to 64 bytes, so that writes fail in the middle of a line."""
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Limit files to 64 bytes, so that writes fail in the middle of a line. This is not a fixture, because pytest may
+    write its own output to a file before it ends fixtures."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def samples(number: int) -> list[tuple[Sample, Score]]:
@@ -74,11 +78,11 @@ def test_rows_are_dropped_with_one_warning_and_a_count(
     assert file.read_text() == "1\n4\n5\n"
 
 
-def test_failed_write_leaves_no_torn_line(tmp_path: Path, file_limit: None) -> None:
+def test_failed_write_leaves_no_torn_line(tmp_path: Path) -> None:
     log, file = OptionalLog("rollouts"), tmp_path / "rows.jsonl"
-    assert log.append(file, ["a" * 20], 1)
-    assert not log.append(file, ["b" * 100], 1)
-    assert log.append(file, ["c"], 1)
+    with small_files():
+        written = [log.append(file, [row], 1) for row in ("a" * 20, "b" * 100, "c")]
+    assert written == [True, False, True]
     assert [json.loads(line) for line in file.read_text().splitlines()] == ["a" * 20, "c"]
 
 
@@ -108,10 +112,9 @@ def test_rollouts_and_advantages_survive_a_full_disk(tmp_path: Path, disk: Disk)
 def test_advantages_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "step_000001.jsonl"
     append_rollouts(file, 1, samples(2))
-    before, limits = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
-    write_advantages(file, {"1.0.0": 0.5})
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    before = file.read_bytes()
+    with small_files():
+        write_advantages(file, {"1.0.0": 0.5})
     assert file.read_bytes() == before and os.listdir(tmp_path) == [file.name]
 
 
