@@ -13,8 +13,8 @@ KINDS: list[tuple[DivergenceKind, float]] = [("forward_kl", 0.5), ("reverse_kl",
 CASES = [(*kind, has_scale, has_bias) for kind in KINDS for has_scale in (False, True) for has_bias in (False, True)]
 """Kind, beta, and whether there are temperatures and biases."""
 
-PAIRWISE = [case for number, case in enumerate(CASES) if number % 4 in (0, 3)]
-"""Cases in which each kind occurs with and without temperatures and biases."""
+FEW = [CASES[number] for number in (0, 7, 11, 12)]
+"""Cases in which KL and JSD each occur with and without temperatures and biases."""
 
 
 def check(
@@ -43,7 +43,7 @@ def check(
 def main() -> None:
     divergence._tile_functions = lambda: divergence_tile_triton
     output_layer.CPU_TILE, divergence_tile_triton.BLOCK = (4, 60), 16
-    cases = CASES if "--all" in sys.argv else PAIRWISE
+    cases = CASES if "--all" in sys.argv else FEW
     for dtype in (torch.float32, torch.bfloat16):
         for case in cases:
             check(dtype, *case)
