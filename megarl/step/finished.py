@@ -164,7 +164,7 @@ class FinishedRollouts:
         sampled with other settings or data, and the results of reward functions if the user's code has changed."""
         try:
             record = read_object(folder / RECORD)
-        except UserError:  # damaged, or missing because an earlier version of megarl wrote the groups
+        except (UserError, FileNotFoundError):  # an attempt was killed before it had written or removed the folder
             record = {}
         weights = record.get("weights")
         is_alike = isinstance(record.get("config"), dict) and record.get("data") == self.origin["data"]

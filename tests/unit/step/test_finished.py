@@ -248,13 +248,15 @@ def test_damaged_rollouts_are_sampled_under_the_same_name(folder: Folder, monkey
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b'{"config": {}}', b'{"config": {}, "data": "hash", "weights": 2}'],
-    ids=["empty", "list", "incomplete", "malformed"],
+    [None, b"", b"[]", b'{"config": {}}', b'{"config": {}, "data": "hash", "weights": 2}'],
+    ids=["missing", "empty", "list", "incomplete", "malformed"],
 )
-def test_damaged_record_discards_the_rollouts(folder: Folder, content: bytes) -> None:
+def test_damaged_record_discards_the_rollouts(folder: Folder, content: bytes | None) -> None:
+    """The record is missing if an attempt was killed between creating a folder and writing its record."""
     folder.attempt(4)
     folder.finish("5.1", 7, 4, 4)
-    (folder.saves.folder / "after_000004/record.json").write_bytes(content)
+    record = folder.saves.folder / "after_000004/record.json"
+    record.unlink() if content is None else record.write_bytes(content)
     assert not is_used(folder.attempt(4), "5.1", 7, 4)
     folder.finish("5.1", 7, 4, 4)
     assert is_used(folder.attempt(4), "5.1", 7, 4)
