@@ -14,6 +14,7 @@ import pytest
 from megarl.core.checkpoint import Checkpoint, FileRecord, _digest, is_checkpoint, noted_files, seal, write_note
 from megarl.core.errors import DamagedCheckpoint, UserError
 from megarl.run.checkpoints import Checkpoints
+from tests.killed import killed_after
 
 STATE = {"run": {"step": 1}, "config": {"lr": 1e-6, "name": "é"}}
 
@@ -154,47 +155,21 @@ def test_folders_with_other_names_are_ignored(checkpoints: Checkpoints) -> None:
         Checkpoint.open(kept).verify(Checkpoint.open(kept).files)
 
 
-class Killed(BaseException):
-    """Simulates a killed process. It is a BaseException, so that no `except Exception` catches it."""
-
-
-def limit_operations(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Raise Killed after `limit` changes of the file system."""
-    left = limit
-
-    def counted(inner):
-        def call(*args, **kwargs):
-            nonlocal left
-            if left == 0:
-                raise Killed
-            left -= 1
-            return inner(*args, **kwargs)
-
-        return call
-
-    for owner, name in ((Path, "mkdir"), (Path, "rename"), (Path, "replace"), (Path, "write_bytes"), (os, "fsync")):
-        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
-    monkeypatch.setattr(os, "unlink", counted(os.unlink))  # rmtree calls it once per file
-    monkeypatch.setattr(os, "rmdir", counted(os.rmdir))
-
-
 def test_latest_is_complete_after_a_kill_at_any_operation(tmp_path: Path) -> None:
     original = Checkpoints(tmp_path / "original")
     save(original, 10, 20)
     for limit in range(200):
         checkpoints = Checkpoints(tmp_path / "copy")
         shutil.copytree(original.path, checkpoints.path)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            limit_operations(monkeypatch, limit)
-            try:
-                save(checkpoints, 30)
-                checkpoints.keep(2)
-                finished = True
-            except Killed:
-                finished = False
+
+        def save_and_remove(checkpoints: Checkpoints = checkpoints) -> None:
+            save(checkpoints, 30)
+            checkpoints.keep(2)
+
+        was_killed = killed_after(limit, save_and_remove)
         opened = Checkpoint.open(checkpoints.latest())
         opened.verify(opened.files)
-        assert opened.step == 30 if finished else opened.step in (20, 30)
+        assert opened.step in (20, 30) if was_killed else opened.step == 30
         checkpoints.sweep()
         checkpoints.roll_back_to(opened.step)
         assert not [name for name in names(checkpoints) if name.startswith(".")]
@@ -203,9 +178,9 @@ def test_latest_is_complete_after_a_kill_at_any_operation(tmp_path: Path) -> Non
             assert save(checkpoints, 30).step == 30
             checkpoints.keep(2)
         shutil.rmtree(checkpoints.path)
-        if finished:
+        if not was_killed:
             break
-    assert finished and limit > 15
+    assert not was_killed and limit > 15
 
 
 def test_files_are_synced_before_rename_and_pointer_update(checkpoints, monkeypatch) -> None:

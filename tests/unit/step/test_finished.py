@@ -13,6 +13,7 @@ from megarl.core.sample import SampleRef
 from megarl.data.cursor import PromptCursor
 from megarl.step.finished import FinishedRollouts
 from megarl.step.state import PendingPrompt, RunState
+from tests.killed import killed_after
 from tests.unit.step.test_queue import PER_STEP, Rollouts, Saves, config_of, queue_of
 
 ORIGIN = {"data": "hash", "code": []}
@@ -260,6 +261,26 @@ def test_damaged_record_discards_the_rollouts(folder: Folder, content: bytes | N
     assert not is_used(folder.attempt(4), "5.1", 7, 4)
     folder.finish("5.1", 7, 4, 4)
     assert is_used(folder.attempt(4), "5.1", 7, 4)
+
+
+def test_rollouts_survive_a_kill_at_any_operation(tmp_path: Path) -> None:
+    """An attempt that resumes after step 4 receives the weights of step 5 and saves a checkpoint. It is killed, and the
+    next attempt resumes from the same step, because the later checkpoint is incomplete."""
+    for limit in range(200):
+        folder = Folder(tmp_path / str(limit))
+        folder.attempt(4)
+        folder.finish("5.0", 7, 4, 4)
+
+        def resume_and_save(folder: Folder = folder) -> None:
+            finished = folder.attempt(4)
+            finished.note_weights(5, weights("five"))
+            finished.begin(5)
+
+        was_killed = killed_after(limit, resume_and_save)
+        assert is_used(folder.attempt(4), "5.0", 7, 4)
+        if not was_killed:
+            break
+    assert not was_killed and limit > 10
 
 
 @pytest.mark.parametrize("code", [[], [["rewards.functions", "changed"]]])
