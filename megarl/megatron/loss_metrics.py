@@ -158,6 +158,19 @@ def mtp_metrics(batch: TokenBatch, terms: losses.MtpTerms, *, others: Callable) 
     return {**others(batch, terms.others), "mtp/loss": total(terms.mtp)}
 
 
+def distillation_metrics(
+    batch: TokenBatch, terms: losses.DistillationTerms, *, others: Callable, teachers: Sequence[str]
+) -> Sums:
+    """Return the other loss's metrics, in which policy/loss includes the exact divergence, and the divergence from each
+    teacher. `teachers`: their names."""
+    sums = others(batch, terms.others)
+    value, weight, reduction = sums["policy/loss"]
+    sums["policy/loss"] = value + terms.distillation.detach(), weight, reduction
+    for name, divergence in zip(teachers, terms.divergences.unbind(-1), strict=True):
+        sums[f"kl/teacher_{name}"] = mean(divergence, batch.mask & (divergence != kl.UNTAUGHT))
+    return sums
+
+
 def implicit_reward_metrics(batch: TokenBatch, terms: losses.ImplicitRewardTerms) -> Sums:
     trained = terms.samples.count > 0
     return {

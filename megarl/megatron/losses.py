@@ -6,7 +6,7 @@ Each function takes tensors and named scalars. It returns the loss Σ w·ℓ and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -71,6 +71,38 @@ def mtp_loss(batch: TokenBatch, scored: torch.Tensor, *, others: Callable, coeff
     """
     terms, mtp = others(batch, scored[:, :-1]), scored[:, -1].sum()
     return MtpTerms(terms.loss + coefficient * mtp, terms, mtp)
+
+
+class DistillationTerms(NamedTuple):
+    """The sum of an objective's loss and the exact divergence from the teachers.
+
+    Attributes:
+        others: the objective's terms.
+        distillation: Σ w·D.
+        divergences: float32 [N, K], the divergence from each teacher; UNTAUGHT where it has no part.
+    """
+
+    loss: torch.Tensor
+    others: Terms
+    distillation: torch.Tensor
+    divergences: torch.Tensor
+
+
+def distillation_loss(
+    batch: TokenBatch, scored: torch.Tensor, *, others: Callable, weights: Sequence[float]
+) -> DistillationTerms:
+    """Add Σ w·D with D = Σ_k w_k·D_k to a loss. Tokens that the loss excludes have no part.
+
+    Args:
+        scored: the head's output, of which the last K columns are the divergences D_k.
+        others: computes the other loss from the batch and the preceding columns.
+        weights: w_k of each teacher.
+    """
+    terms, divergences = others(batch, scored[:, : -len(weights)]), scored[:, -len(weights) :]
+    counts = batch.mask if (excluded := getattr(terms, "excluded", None)) is None else batch.mask & ~excluded
+    taught = divergences.where(counts[:, None] & (divergences != kl.UNTAUGHT), 0.0)
+    distillation = (batch.weight * (taught @ taught.new_tensor(weights))).sum()
+    return DistillationTerms(terms.loss + distillation, terms, distillation, divergences)
 
 
 class ValueTerms(NamedTuple):
@@ -154,7 +186,7 @@ def policy_loss(
             options bound; None without a reference.
         kl_coefficient: β; None if the KL is part of the reward.
         distillation: D, the divergence from the teachers: `kl.distillation` with its options bound. None without
-            teachers, or if it is part of the advantage.
+            teachers, if it is part of the advantage, or if it is exact.
         inputs: inputs of the objective that the batch does not hold, by name, float32 [N].
         row_factor: a factor of each row's ℓ, in addition to f, float32 [N]; None: 1.
     """
