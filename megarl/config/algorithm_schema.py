@@ -195,9 +195,9 @@ class KL(Section):
 
 
 class Distillation(Section):
-    placement: Literal["advantage", "loss"]
     divergence: Literal["sampled"] | DivergenceKind
     beta: Annotated[float, Field(ge=0, le=1)]
+    placement: Literal["advantage", "loss"]
     estimator: TokenKL | None
     """Never None once the whole configuration is loaded, if it has teachers and the divergence is sampled."""
     limit: PositiveFloat | None
