@@ -18,7 +18,7 @@ from megarl.algorithms.transition import TransitionKind
 from megarl.config.algorithm_schema import Algorithm, Distillation, Objective, Value
 from megarl.config.logprob_check_schema import Tolerance
 from megarl.config.model_schema import ImplicitReward, Teacher
-from megarl.megatron import denoising_losses, loss_metrics, losses
+from megarl.megatron import added_losses, denoising_losses, loss_metrics, losses
 from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
 
@@ -211,13 +211,13 @@ def configured_implicit_reward_loss(settings: ImplicitReward) -> Loss:
 
 def with_mtp_loss(loss: Loss, coefficient: float) -> Loss:
     """Return the sum of the loss and the MTP loss."""
-    terms = partial(losses.mtp_loss, others=loss.terms, coefficient=coefficient)
+    terms = partial(added_losses.mtp_loss, others=loss.terms, coefficient=coefficient)
     return Loss(terms, partial(loss_metrics.mtp_metrics, others=loss.metrics))
 
 
 def with_distillation_loss(loss: Loss, distillation: Distillation, teachers: Sequence[Teacher]) -> Loss:
     """Return the sum of the loss and the exact divergence from the teachers."""
     weights = [distillation.coefficient * teacher.weight for teacher in teachers]
-    terms = partial(losses.distillation_loss, others=loss.terms, weights=weights)
+    terms = partial(added_losses.distillation_loss, others=loss.terms, weights=weights)
     names = [teacher.name for teacher in teachers]
     return Loss(terms, partial(loss_metrics.distillation_metrics, others=loss.metrics, teachers=names))
