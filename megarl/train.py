@@ -46,7 +46,9 @@ def run(config: Config, scratch: Path) -> None:
         early_end(context.folder),
     ):
         elapsed = ElapsedTime()
-        with Session(config, context.folder.logs, scratch, context.folder.nodes, checked.models.experts) as session:
+        folders, models = context.folder, checked.models
+        sizes = models.experts, models.teacher_hidden_sizes
+        with Session(config, folders.logs, scratch, folders.nodes, *sizes) as session:
             elapsed.print("Ray: started")
             context.times.end_start("ray")
             workers = launch_workers(

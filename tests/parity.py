@@ -175,8 +175,9 @@ def rank_batches(
         greedy: reward of each prompt's greedy response, by prompt id.
         average: mean reward of earlier steps.
     """
-    by_name = {name: amounts(groups, token_scores) for name, token_scores in (scores or {}).items()}
-    token_reward_totals, kl_reward_totals = (by_name.get(name, {}) for name in ("implicit_reward", "kl_reward"))
+    token_reward_totals, kl_reward_totals = (
+        amounts(groups, (scores or {}).get(name, {})) for name in ("implicit_reward", "kl_reward")
+    )
     scored = [
         [
             replace(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megarl.algorithms.policy_loss import bounded
 from megarl.algorithms.shapes import require_one_shape
@@ -76,8 +76,12 @@ def usual_estimator(placement: str, level: str) -> str:
     return "k3" if level == "token" else "k2"
 
 
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
+"""A divergence from a teacher over the full vocabulary. See ops.divergence."""
+
+
 UNTAUGHT = math.inf
-"""Stands for a teacher's log-probs of samples that the teacher does not score. No log-prob is positive."""
+"""Stands for a teacher's log-prob of a token, or the divergence from it, in samples that it does not score."""
 
 
 def distillation_estimator(placement: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from megarl.config.schema import Config
 from megarl.models.huggingface import Experts
+from megarl.resharding.piece import ITEM_BYTES
 
 FLOOR_MIB = 256
 """Space in MiB for objects other than samples: refit plans, checksums and call results."""
@@ -31,16 +33,30 @@ OBJECT_BYTES = 2048
 """Bytes per sample besides its tokens and text: names, shapes, reference answers, and metadata of its scores."""
 
 
-def object_store_mib(config: Config, experts: Experts | None) -> int:
+def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequence[int] = ()) -> int:
     """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples in a step
     at maximum length, with per-token scores. Space that shorter samples leave unused takes no memory. Ray spills to
-    disk if the store is full. `experts` are the actor's experts, if any; samples may carry the routes to them."""
+    disk if the store is full.
+
+    Args:
+        experts: the actor's experts, if any; samples may carry the routes to them.
+        hidden_sizes: hidden size of each teacher.
+    """
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
     # Sets whose size is not configured count as empty.
     evaluated = [(settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets]
     at_once = max(num_samples(config), num_ahead(config) + max(evaluated, default=0))
-    return FLOOR_MIB + math.ceil(at_once * sample_bytes(config, experts) / 2**20)
+    num_bytes = at_once * sample_bytes(config, experts) + states_bytes(config, hidden_sizes)
+    return FLOOR_MIB + math.ceil(num_bytes / 2**20)
+
+
+def states_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:
+    """Return the size in bytes of the teachers' hidden states for the samples of a step, for an exact divergence."""
+    if not config.distills_exactly:
+        return 0
+    num_tokens = config.batch.prompts_per_step * config.trained_per_prompt * _response_length(config)
+    return num_tokens * sum(hidden_sizes) * ITEM_BYTES[config.model.dtype]
 
 
 def num_samples(config: Config) -> int:
@@ -65,8 +81,7 @@ def sample_bytes(config: Config, experts: Experts | None) -> float:
         num_latents = 1 if config.algorithm.objective.spec.adds_noise else denoising.num_trained + 1
         latents = PIXEL_BYTES * num_latents
         return denoising.height * denoising.width * (latents + RGB_BYTES) + EMBEDDING_BYTES + OBJECT_BYTES
-    context = config.rollout.context_length
-    response = context if config.is_offline else min(config.rollout.max_new_tokens, context)
+    context, response = config.rollout.context_length, _response_length(config)
     num_scores = _num_scores(config)
     tokens = context * (ID_BYTES + TEXT_BYTES) + response * (LOGPROB_BYTES + FLAG_BYTES + num_scores * SCORE_BYTES)
     if config.rollout.top_k is not None:
@@ -78,6 +93,12 @@ def sample_bytes(config: Config, experts: Experts | None) -> float:
         _, longest = config.context_of(config.reward_model)
         retokenized = longest * (ID_BYTES + TEXT_BYTES + LOGPROB_BYTES + FLAG_BYTES) + OBJECT_BYTES
     return tokens + retokenized + (1 + num_scores) * OBJECT_BYTES
+
+
+def _response_length(config: Config) -> int:
+    """Return the maximum number of tokens in a response."""
+    context = config.rollout.context_length
+    return context if config.is_offline else min(config.rollout.max_new_tokens, context)
 
 
 def _num_scores(config: Config) -> int:

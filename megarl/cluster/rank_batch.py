@@ -5,6 +5,7 @@ Only functions that use Ray's object store import Ray, so that one rank can trai
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -16,8 +17,10 @@ from megarl.core.sample import Sample, SampleRef
 from megarl.data.packing import Lengths, Microbatch, Packing, schedule
 
 if TYPE_CHECKING:
+    import numpy as np
     import ray
     import torch
+    from numpy.typing import NDArray
 
     from megarl.data.local_batch import LocalBatch
 
@@ -35,17 +38,49 @@ class ScoreRef:
 
 
 Scores = dict[str, ScoreRef]
-"""References to a model's scores for response tokens: sample id -> float32 [R], or int64 [A] for a judge's answers."""
+"""References to a model's scores for response tokens: sample id -> float32 [R], int64 [A] for a judge's answers, or a
+teacher's hidden states, [R, h]."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStates:
+    """Hidden states of a sample as Ray stores them: readers map the bytes instead of copying them.
+
+    Attributes:
+        content: uint8 [R, bytes of a row].
+        dtype: the dtype of the states, such as "bfloat16", which NumPy lacks.
+    """
+
+    content: NDArray[np.uint8]
+    dtype: str
+
+    @classmethod
+    def of(cls, states: torch.Tensor) -> StoredStates:
+        import torch
+
+        return cls(states.contiguous().view(torch.uint8).numpy(), str(states.dtype).removeprefix("torch."))
+
+    @property
+    def states(self) -> torch.Tensor:
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
+            return torch.from_numpy(self.content).view(getattr(torch, self.dtype))
 
 
 def put_scores(scores: Mapping[str, torch.Tensor | Sequence[float]]) -> Scores:
-    """Put scores into Ray's object store, which keeps them while a reference to any of them exists."""
+    """Put scores into Ray's object store, which keeps them while a reference to any of them exists. Hidden states are
+    separate objects for each sample, because they are large, and ranks on other nodes fetch only their samples'."""
     if not scores:
         return {}
     import ray
     import torch
 
-    ref = ray.put(torch.cat(list(map(torch.as_tensor, scores.values()))))
+    tensors = {sample: torch.as_tensor(values) for sample, values in scores.items()}
+    if next(iter(tensors.values())).dim() == 2:
+        return {id: ScoreRef(ray.put(StoredStates.of(states)), 0, len(states)) for id, states in tensors.items()}
+    ref = ray.put(torch.cat(list(tensors.values())))
     ends = list(accumulate(map(len, scores.values())))
     return {sample: ScoreRef(ref, begin, end) for sample, begin, end in zip(scores, [0, *ends[:-1]], ends, strict=True)}
 
@@ -175,4 +210,5 @@ def _get(refs: Iterable[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
         return {}
     import ray
 
-    return dict(zip(unique, ray.get(unique), strict=True))
+    values = (value.states if isinstance(value, StoredStates) else value for value in ray.get(unique))
+    return dict(zip(unique, values, strict=True))

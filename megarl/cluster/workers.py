@@ -140,8 +140,10 @@ def launch_workers(
         "implicit_reward": (models.implicit_reward, placement.implicit_rewards),
     }
     trainers = ImageTrainerGroup if config.samples_images else TrainerGroup
+    # For an exact divergence, the actor's ranks read the teachers' output layers.
+    on_disk = config.model_copy(update={"teachers": config.teachers.in_folders(models.teachers)})
     groups: dict[Role, TrainerGroup] = {
-        role: trainers(session, config, role, folder, processes)
+        role: trainers(session, on_disk if config.distills_exactly else config, role, folder, processes)
         for role, (folder, processes) in placed.items()
         if folder is not None and processes
     }

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, create_model, model_vali
 from pydantic_core import PydanticCustomError
 
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.kl import KL_ESTIMATORS, STEP_KLS, metric_name
+from megarl.algorithms.kl import KL_ESTIMATORS, STEP_KLS, DivergenceKind, metric_name
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES, spec_in_file
 from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec, Option
 from megarl.algorithms.transition import StepWeight
@@ -195,11 +195,18 @@ class KL(Section):
 
 
 class Distillation(Section):
+    divergence: Literal["sampled"] | DivergenceKind
+    beta: Annotated[float, Field(ge=0, le=1)]
     placement: Literal["advantage", "loss"]
     estimator: TokenKL | None
-    """Never None once the whole configuration is loaded, if it has teachers."""
+    """Never None once the whole configuration is loaded, if it has teachers and the divergence is sampled."""
     limit: PositiveFloat | None
     coefficient: NonNegativeFloat
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the divergence covers the full vocabulary instead of the sampled tokens."""
+        return self.divergence != "sampled"
 
 
 class TrustRegion(Section):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -275,6 +277,15 @@ class Teachers(Untrained):
     def only(self, teacher: Teacher) -> Teachers:
         """Return the section with a single teacher."""
         return self.model_copy(update={"models": [teacher]})
+
+    def in_folders(self, folders: Mapping[str, Path]) -> Teachers:
+        """Return the section with the folders of the teachers, by name, as their paths."""
+        models = [
+            teacher.model_copy(update={"path": str(folders[teacher.name]), "revision": None})
+            for teacher in self.models
+            if teacher.name in folders
+        ]
+        return self.model_copy(update={"models": models})
 
 
 Placed = Trained | RewardModel | Teachers

@@ -152,7 +152,7 @@ class Config(Section):
     def _usual_distillation(self) -> Self:
         """Resolve algorithm.distillation.estimator=null. See `distillation_estimator`."""
         distillation = self.algorithm.distillation
-        if distillation.estimator is not None or not self.teachers.models:
+        if distillation.estimator is not None or not self.teachers.models or distillation.is_exact:
             return self
         usual = distillation.model_copy(update={"estimator": distillation_estimator(distillation.placement)})
         return self.model_copy(update={"algorithm": self.algorithm.model_copy(update={"distillation": usual})})
@@ -248,6 +248,11 @@ class Config(Section):
     @property
     def has_teachers(self) -> bool:
         return bool(self.teachers.models) and self.algorithm.distillation.coefficient > 0
+
+    @property
+    def distills_exactly(self) -> bool:
+        """Whether the loss includes an exact divergence from the teachers, computed from their hidden states."""
+        return self.has_teachers and self.algorithm.distillation.is_exact
 
     @property
     def distills_by_advantage(self) -> bool:

@@ -177,7 +177,12 @@ METRICS = (
     Declaration("trust_region/trials", "line-search steps", "", "trust_region.kl_limit"),
     Declaration("kl/coefficient", "KL coefficient", "", "KL in the loss"),
     Declaration("kl/FORM", "mean KL to the reference; placement, level and estimator are in the name", "nats", "kl"),
-    Declaration("kl/teacher_NAME", "KL(old policy ‖ teacher) by k1", "nats/token", "teachers"),
+    Declaration(
+        "kl/teacher_NAME",
+        "KL(old policy ‖ teacher) by k1; the mean divergence of the current policy if distillation.divergence is exact",
+        "nats/token",
+        "teachers",
+    ),
     Declaration("teachers/seconds", "time of the teachers' passes, which is part of time/train", "s", "teachers"),
     Declaration("correction/weight_mean", "mean importance weight", "", CORRECTION),
     Declaration("correction/weight_square_mean", "mean squared importance weight", "", CORRECTION),

@@ -11,6 +11,19 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherStates:
+    """A teacher's final hidden states for the rows that it teaches.
+
+    Attributes:
+        rows: int64 [n], ascending indices among the microbatch's rows.
+        states: [n, h] in the teacher's dtype; [0, 0] if it teaches none of the rows.
+    """
+
+    rows: torch.Tensor
+    states: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch(RowBatch):
     """One microbatch: D documents (one prompt and one response each), packed without padding between them.
@@ -31,6 +44,8 @@ class TokenBatch(RowBatch):
                                      the whole vocabulary; None: every row does
     labels            float32 [N]    label of each row's token, NaN if it has none; None: samples have no labels
     routes            int8 or int16 [T, layers, experts per token], as in Sample; None: no sample has routes
+    teacher_states    for each teacher in the order of teachers.models, its states for the exact divergence, on the
+                      host, because an update's states may be larger than its activations; empty: no such divergence
 
     The other fields are those of RowBatch, for the response tokens.
     """
@@ -44,9 +59,10 @@ class TokenBatch(RowBatch):
     candidate_ids: torch.Tensor | None = None
     labels: torch.Tensor | None = None
     routes: torch.Tensor | None = None
+    teacher_states: tuple[TeacherStates, ...] = ()
 
     row_fields: ClassVar[tuple[str, ...]] = (*RowBatch.row_fields, "rows", "targets", "candidate_ids", "labels")
-    host_fields: ClassVar[tuple[str, ...]] = ("document_tokens", "boundaries")
+    host_fields: ClassVar[tuple[str, ...]] = ("document_tokens", "boundaries", "teacher_states")
 
     def validate(self) -> None:
         RowBatch.validate(self)  # super() without arguments fails in a dataclass with slots

@@ -15,7 +15,7 @@ from megarl.algorithms.returns import turns_of
 from megarl.core.completion import NO_ROUTE, CandidateIds
 from megarl.core.row_batch import TEACHER
 from megarl.core.sample import Sample, SampleRef
-from megarl.core.token_batch import TokenBatch
+from megarl.core.token_batch import TeacherStates, TokenBatch
 from megarl.data.packing import Packing, round_up
 from megarl.data.prefixes import place_runs
 
@@ -100,6 +100,16 @@ def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenSco
     if teachers:
         fields["teachers"] = torch.stack(teachers, -1)
     return replace(batch, **fields)
+
+
+def teacher_states(samples: Sequence[SampleRef], states: Mapping[str, torch.Tensor]) -> TeacherStates:
+    """Return a teacher's states for a microbatch of these samples. `states`: sample id -> [R, h] on the host, for the
+    samples that the teacher teaches."""
+    is_taught = [item.sample.id in states for item in samples]
+    lengths = [len(item.sample.response_ids) for item in samples]
+    rows = torch.from_numpy(np.repeat(is_taught, lengths).nonzero()[0])
+    parts = [states[item.sample.id] for item in samples if item.sample.id in states]
+    return TeacherStates(rows, torch.cat(parts) if parts else torch.empty(0, 0))
 
 
 def scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megarl.algorithms.transition import TransitionKind
 from megarl.config.algorithm_schema import Algorithm, Distillation, Objective, Value
 from megarl.config.logprob_check_schema import Tolerance
 from megarl.config.model_schema import ImplicitReward, Teacher
-from megarl.megatron import denoising_losses, loss_metrics, losses
+from megarl.megatron import added_losses, denoising_losses, loss_metrics, losses
 from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
 
@@ -55,7 +55,7 @@ def configured_policy_loss(
         limit=settings.limit,
     )
     options = _policy_options(algorithm, tolerance, kl_coefficient, has_moved, penalty)
-    if teachers and algorithm.distillation.placement == "loss":
+    if teachers and algorithm.distillation.placement == "loss" and not algorithm.distillation.is_exact:
         options["distillation"] = configured_distillation(algorithm.distillation, teachers)
     terms = partial(losses.policy_loss, **options, estimate_kl=estimate)
     metrics = _policy_metrics(algorithm, tolerance, kl_coefficient, has_moved, options, teachers)
@@ -211,5 +211,13 @@ def configured_implicit_reward_loss(settings: ImplicitReward) -> Loss:
 
 def with_mtp_loss(loss: Loss, coefficient: float) -> Loss:
     """Return the sum of the loss and the MTP loss."""
-    terms = partial(losses.mtp_loss, others=loss.terms, coefficient=coefficient)
+    terms = partial(added_losses.mtp_loss, others=loss.terms, coefficient=coefficient)
     return Loss(terms, partial(loss_metrics.mtp_metrics, others=loss.metrics))
+
+
+def with_distillation_loss(loss: Loss, distillation: Distillation, teachers: Sequence[Teacher]) -> Loss:
+    """Return the sum of the loss and the exact divergence from the teachers."""
+    weights = [distillation.coefficient * teacher.weight for teacher in teachers]
+    terms = partial(added_losses.distillation_loss, others=loss.terms, weights=weights)
+    names = [teacher.name for teacher in teachers]
+    return Loss(terms, partial(loss_metrics.distillation_metrics, others=loss.metrics, teachers=names))

@@ -13,7 +13,7 @@ from megarl.algorithms.policy_loss import ratio_of
 from megarl.core.row_batch import RowBatch
 from megarl.core.step_batch import StepBatch
 from megarl.core.token_batch import TokenBatch
-from megarl.megatron import denoising_losses, losses
+from megarl.megatron import added_losses, denoising_losses, losses
 from megarl.megatron.metric_sums import Sum, Sums, largest, mean, total
 
 
@@ -154,8 +154,21 @@ def value_metrics(batch: RowBatch, terms: losses.ValueTerms) -> Sums:
     }
 
 
-def mtp_metrics(batch: TokenBatch, terms: losses.MtpTerms, *, others: Callable) -> Sums:
+def mtp_metrics(batch: TokenBatch, terms: added_losses.MtpTerms, *, others: Callable) -> Sums:
     return {**others(batch, terms.others), "mtp/loss": total(terms.mtp)}
+
+
+def distillation_metrics(
+    batch: TokenBatch, terms: added_losses.DistillationTerms, *, others: Callable, teachers: Sequence[str]
+) -> Sums:
+    """Return the other loss's metrics, in which policy/loss includes the exact divergence, and the divergence from each
+    teacher. `teachers`: their names."""
+    sums = others(batch, terms.others)
+    value, weight, reduction = sums["policy/loss"]
+    sums["policy/loss"] = value + terms.distillation.detach(), weight, reduction
+    for name, divergence in zip(teachers, terms.divergences.unbind(-1), strict=True):
+        sums[f"kl/teacher_{name}"] = mean(divergence, batch.mask & (divergence != kl.UNTAUGHT))
+    return sums
 
 
 def implicit_reward_metrics(batch: TokenBatch, terms: losses.ImplicitRewardTerms) -> Sums:

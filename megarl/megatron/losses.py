@@ -52,27 +52,6 @@ class Loss:
     metrics: Callable[[Any, Any], Sums]
 
 
-class MtpTerms(NamedTuple):
-    """The sum of an objective's loss and the MTP loss: the objective's terms, and Σ w·(−log p) of the tokens after the
-    next ones under the MTP layer's distribution p."""
-
-    loss: torch.Tensor
-    others: Terms
-    mtp: torch.Tensor
-
-
-def mtp_loss(batch: TokenBatch, scored: torch.Tensor, *, others: Callable, coefficient: float) -> MtpTerms:
-    """Add the MTP loss to a loss.
-
-    Args:
-        scored: the head's output, of which the last column is w·(−log p).
-        others: computes the other loss from the batch and the preceding columns.
-        coefficient: factor of the MTP loss.
-    """
-    terms, mtp = others(batch, scored[:, :-1]), scored[:, -1].sum()
-    return MtpTerms(terms.loss + coefficient * mtp, terms, mtp)
-
-
 class ValueTerms(NamedTuple):
     """The critic's loss, with float32 [N] tensors: the predicted value, the returns, and the residuals, which are
     returns minus the values before the step. `clipped`, bool [N], is true where clipping removed the gradient."""
@@ -154,7 +133,7 @@ def policy_loss(
             options bound; None without a reference.
         kl_coefficient: β; None if the KL is part of the reward.
         distillation: D, the divergence from the teachers: `kl.distillation` with its options bound. None without
-            teachers, or if it is part of the advantage.
+            teachers, if it is part of the advantage, or if it is exact.
         inputs: inputs of the objective that the batch does not hold, by name, float32 [N].
         row_factor: a factor of each row's ℓ, in addition to f, float32 [N]; None: 1.
     """

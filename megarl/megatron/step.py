@@ -64,12 +64,16 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-    """Return the head's output for the rows in each microbatch, float32 [N, columns]: log-prob and entropy, or scores.
-    The list is empty except on the last stage."""
+def score(
+    chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], to_host: bool = False
+) -> list[torch.Tensor]:
+    """Return the head's output for the rows in each microbatch: log-prob and entropy, or scores, float32 [N, columns],
+    or hidden states, [N, h] in the model's dtype. The list is empty except on the last stage. `to_host`: move each
+    microbatch's output to host memory before the next microbatch."""
 
     def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return scored.sum(), item.whole(scored[0])
+        output = item.whole(scored[0])
+        return scored.sum(), output.cpu() if to_host else output
 
     with _token_schedule(chunks, batches, keep, forward_only=True) as run:
         return run()

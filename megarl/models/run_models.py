@@ -25,6 +25,7 @@ from megarl.models.rules import (
     check_teacher_model,
 )
 from megarl.models.rules.draft import check_draft_model
+from megarl.models.shape import ModelShape
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.trained_model import policy_hf_config, trained_hf_config
 from megarl.models.weights_hash import weights_hash
@@ -72,6 +73,11 @@ class ModelFolders:
     def teacher_configs(self) -> dict[str, dict[str, Any]]:
         """The config.json of each teacher by name."""
         return {name: read_config(folder) for name, folder in self.teachers.items()}
+
+    @property
+    def teacher_hidden_sizes(self) -> list[int]:
+        """The hidden size of each teacher."""
+        return [ModelShape.of(hf_config).hidden for hf_config in self.teacher_configs.values()]
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
         """Return the Hugging Face config of each trained model, including the heads used in training."""

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
+from megarl.algorithms.kl import DivergenceKind
 from megarl.core import device
 from megarl.ops import divergence_tile
 from megarl.ops.divergence_tile import rebase
@@ -41,8 +42,6 @@ from megarl.ops.output_layer import (
     scale_of,
     tile,
 )
-
-DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 def plain_divergence(

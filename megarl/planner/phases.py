@@ -23,6 +23,7 @@ from megarl.cluster.memory.shared_gpu import (
     resident_states,
     reward_model_parts,
     staging_parts,
+    teacher_head_parts,
     teacher_parts,
 )
 from megarl.cluster.object_store import object_store_mib
@@ -59,6 +60,9 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
                 {f"{role}: {part}": size for part, size in parts.items() if size} | beside | reserve
                 for parts in (held, in_passes)
             )
+            if role == "actor" and config.distills_exactly and stage == len(of_role) - 1:
+                states_bytes = config.actor.tokens_per_microbatch * sum(_hidden_sizes(models)) * item_bytes(config)
+                in_update["actor: teachers' hidden states"] = states_bytes
             training += _training(config.placed(role), where, in_update, in_pass, memory, passing)
     training = [*_teaching(config, models, states, workload, cluster), *training]
     loads = training if workload.is_offline else [*training, *_engine(config, models, states, cluster)]
@@ -159,15 +163,22 @@ def _reserve(
 
 
 def _untrained(config: Config, models: Models, name: str) -> dict[str, float]:
-    """Return the bytes of the reward model and the teachers that stay on a GPU that they share with the processes
-    called `name`."""
+    """Return the bytes of the reward model, the teachers and their output layers in the actor's head that stay on a GPU
+    that they share with the processes called `name`."""
     spans, parts = device_spans(config), {}
     if models.reward is not None and overlap(spans[name], spans[NAMES["reward_model"]]):
         parts |= reward_model_parts(config, models.reward, spans[NAMES["reward_model"]].start)
     if models.teachers and overlap(spans[name], spans[NAMES["teachers"]]):
         configs = {teacher: model.hf_config for teacher, model in models.teachers.items()}
         parts |= teacher_parts(config, configs, spans[NAMES["teachers"]].start)
+    if config.distills_exactly and overlap(spans[name], spans[NAMES["actor"]]):
+        parts |= teacher_head_parts(config, ModelShape.of(models.actor.hf_config).vocab, _hidden_sizes(models))
     return parts
+
+
+def _hidden_sizes(models: Models) -> list[int]:
+    """Return the hidden size of each teacher."""
+    return [model.shape.hidden for model in models.teachers.values()]
 
 
 def _training(
@@ -282,7 +293,8 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         shape = models.actor.shape
         if isinstance(shape, DenoiserShape) and (config.rollout.sleep or config.rollout.denoising.offload):
             parts["engines: text encoder and VAE"] = ranks * frozen_bytes(config, shape)
-        parts["samples of a step"] = object_store_mib(config, models.actor.shape.experts) * 2**20
+        store_mib = object_store_mib(config, models.actor.shape.experts, _hidden_sizes(models))
+        parts["samples of a step"] = store_mib * 2**20
     return {part: size for part, size in parts.items() if size}
 
 

@@ -9,7 +9,14 @@ from megarl.algorithms.specs import BASELINE_KINDS
 from megarl.config.algorithm_schema import KL
 from megarl.config.schema import Config
 
-PassName = Literal["old log-probs", "reference log-probs", "teacher log-probs", "implicit rewards", "critic values"]
+PassName = Literal[
+    "old log-probs",
+    "reference log-probs",
+    "teacher log-probs",
+    "teacher hidden states",
+    "implicit rewards",
+    "critic values",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,7 @@ def passes(config: Config) -> tuple[Pass, ...]:
     return (
         _old_log_probs(config),
         _reference_log_probs(config),
-        *_teacher_log_probs(config),
+        *_teacher_scores(config),
         Pass("implicit rewards", config.has_implicit_reward, f"implicit_reward.coefficient={coefficient:g}"),
         _critic_values(config),
     )
@@ -39,12 +46,13 @@ def _reference_log_probs(config: Config) -> Pass:
     return Pass("reference log-probs", True, f"{user}; {_reference(config.algorithm.kl)}")
 
 
-def _teacher_log_probs(config: Config) -> list[Pass]:
+def _teacher_scores(config: Config) -> list[Pass]:
     """Return the teachers' pass, or an empty list without teachers."""
-    coefficient = config.algorithm.distillation.coefficient
+    distillation = config.algorithm.distillation
     names = ", ".join(teacher.name for teacher in config.teachers.models)
-    reason = f"algorithm.distillation.coefficient={coefficient:g}; teachers: {names}"
-    return [Pass("teacher log-probs", config.has_teachers, reason)] if names else []
+    reason = f"algorithm.distillation.coefficient={distillation.coefficient:g}; teachers: {names}"
+    name = "teacher hidden states" if distillation.is_exact else "teacher log-probs"
+    return [Pass(name, config.has_teachers, reason)] if names else []
 
 
 def _critic_values(config: Config) -> Pass:

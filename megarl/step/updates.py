@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.groups.teachers import all_log_probs
+from megarl.cluster.groups.teachers import all_scores
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.rank_batch import Scores, Updates, add_scores
 from megarl.cluster.workers import Workers
@@ -48,7 +48,7 @@ def prepare_updates(
     epochs = epochs_of(config, trained, number)
     if config.algorithm.objective.spec.is_pairwise:
         return _prepare_pairs(config, workers, epochs, number)
-    log_probs, teacher_metrics = _teacher_log_probs(config, workers, epochs[0], number)
+    from_teachers, teacher_metrics = _teacher_scores(config, workers, epochs[0], number)
     rewards = reward_tokens(config, workers, epochs[0], rollouts.process_rewards)
     totals = rewards.token_reward_totals, rewards.kl_reward_totals
     over_step = step_normalization(config, rollouts.chosen, *totals)
@@ -56,19 +56,19 @@ def prepare_updates(
         [attach_baselines(config, update, *totals, average, over_step) for update in updates] for updates in epochs
     ]
     metrics = teacher_metrics | rewards.metrics | update_reward_average(config, rollouts.chosen, *totals, average)
-    batches = _dispatch_with_passes(config, workers, samples, rewards, number, log_probs)
+    batches = _dispatch_with_passes(config, workers, samples, rewards, number, from_teachers)
     return StepUpdates(batches, sum(map(len, rollouts.chosen)), metrics)
 
 
-def _teacher_log_probs(
+def _teacher_scores(
     config: Config, workers: Workers, updates: Sequence[Sequence[Group]], number: int
 ) -> tuple[dict[str, Scores], Metrics]:
-    """Return each teacher's log-probs of the step's samples, by the teacher's name among a sample's scores, and
+    """Return each teacher's scores for the step's samples, by the teacher's name among a sample's scores, and
     metrics. Both are empty in steps that do not train the actor."""
     if not workers.teachers or not config.trains_actor_in(number):
         return {}, {}
     workers.trained.offload_all().result()  # an attempt that lost a rank may have left their states on the devices
-    return all_log_probs(workers.teachers, [sample for update in updates for sample in samples_of(update)])
+    return all_scores(workers.teachers, [sample for update in updates for sample in samples_of(update)])
 
 
 def _prepare_pairs(
@@ -102,7 +102,7 @@ def _dispatch_with_passes(
     """Dispatch the samples, and run the forward-only passes that the updates need on the first epoch's batches: the
     critic's values and the policies' log-probs. Return each epoch's batches for the models that this step trains, which
     is only the critic in the first critic.warmup_steps steps. `epochs` lists, for each epoch, the samples of each
-    update. `teachers`: the teachers' log-probs by name."""
+    update. `teachers`: the teachers' scores by name."""
     actor, critic, trains_actor = workers.actor, workers.critic, config.trains_actor_in(number)
 
     def dispatched(group: TrainerGroup, role: Role) -> list[Updates]:

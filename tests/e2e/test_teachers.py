@@ -18,13 +18,18 @@ pytestmark = pytest.mark.slow
 IDS = {tiny_tokenizer().decode([i]): i for i in range(len(tiny_tokenizer().get_vocab()))}
 
 
-def log_probs(model: torch.nn.Module, row: dict) -> torch.Tensor:
-    """Return the log-probs of the tokens of a row's response."""
+def distributions(model: torch.nn.Module, row: dict) -> torch.Tensor:
+    """Return the log-probs of all tokens at each position of a row's response, [R, V]."""
     prompt = tiny_tokenizer().encode(row["prompt"])
     ids = torch.tensor([prompt + [IDS[text] for text in row["tokens"]]])
     with torch.no_grad():
-        logits = model(ids).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        return model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+
+
+def log_probs(model: torch.nn.Module, row: dict) -> torch.Tensor:
+    """Return the log-probs of the tokens of a row's response."""
+    ids = torch.tensor([IDS[text] for text in row["tokens"]])
+    return distributions(model, row).gather(1, ids[:, None])[:, 0]
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +79,24 @@ def test_teacher_adds_to_the_rewards_of_a_group(series, model, teachers, tmp_pat
     for step in metrics_of(run):
         assert step["reward/std"] > 0 and step["policy/grad_norm"] > 0 and step["kl/loss_token_k3"] >= 0
         assert step["kl/teacher_large"] > 0.1
+
+
+def test_exact_divergence_is_a_loss_of_the_run(series, model, teachers, tmp_path):
+    """The first step's metric equals the forward KL of transformers' distributions, averaged over all tokens."""
+    run = train_in(
+        series,
+        tmp_path,
+        model,
+        *("run.steps=2", f"teachers.models=[{{name: large, path: {teachers['large']}}}]", "rewards.functions=[]"),
+        *("teachers={layout: {tp: 2}, tokens_per_microbatch: 256, threads: 1}", "batch.samples_per_prompt=2"),
+        "algorithm={advantage: {estimator: policy_gradient}, distillation: {divergence: forward_kl, placement: loss}}",
+    )
+    steps = metrics_of(run)
+    assert all(step["policy/grad_norm"] > 0 and step["teachers/seconds"] > 0 for step in steps)
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, teachers["large"]))
+    rows = [json.loads(line) for line in (run / "rollouts/step_000001.jsonl").read_text().splitlines()]
+    kls = []
+    for row in rows:
+        p, q = (distributions(each, row) for each in (student, teacher))
+        kls.append((q.exp() * (q - p)).sum(-1))
+    assert steps[0]["kl/teacher_large"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)

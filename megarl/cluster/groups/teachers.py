@@ -46,18 +46,18 @@ class TeacherGroup(RankGroup):
             own = (prompt.id for prompt in prompts if self._teacher.applies_to(prompt.columns[source_column]))
             self._prompts = frozenset(own)
 
-    def log_probs(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
-        """Return the teacher's log-prob of each response token, float32 [R], by sample id, for the samples of its
-        prompts."""
+    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
+        """Return the teacher's log-prob of each response token, float32 [R], or its hidden states, [R, h], by sample
+        id, for the samples of its prompts. See TeacherWorker.score_tokens."""
         own = [sample for sample in samples if self._prompts is None or sample.prompt_id in self._prompts]
         return self._score_tokens.on_each(self._by_rank(RankBatch.split(own, self.packing))) if own else ready({})
 
 
-def all_log_probs(
+def all_scores(
     teachers: Sequence[TeacherGroup], samples: Sequence[SampleRef]
 ) -> tuple[dict[str, Scores], dict[str, Metric]]:
-    """Return the log-probs of each teacher by its name among a sample's scores, and metrics. Teachers share devices, so
+    """Return the scores of each teacher by its name among a sample's scores, and metrics. Teachers share devices, so
     they compute one after another."""
     begin = time.perf_counter()
-    scores = {teacher.scores: teacher.log_probs(samples).result() for teacher in teachers}
+    scores = {teacher.scores: teacher.score_tokens(samples).result() for teacher in teachers}
     return scores, {"teachers/seconds": Metric(time.perf_counter() - begin)}

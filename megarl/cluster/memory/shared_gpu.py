@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,9 @@ def fullest_phase(
     weights, shape = _engine_weights(config, hf_config, gpu), shape_of(hf_config)
     always |= staging_parts(config, weights, gpus_per_node) | awake_reserve(config, shape)
     always |= draft_parts(config, draft) | teacher_parts(config, teachers or {}, gpu)
+    if config.distills_exactly:
+        hidden_sizes = [ModelShape.of(teacher).hidden for teacher in (teachers or {}).values()]
+        always |= teacher_head_parts(config, ModelShape.of(hf_config).vocab, hidden_sizes, gpu)
     always |= _reserve(config, shape, trained, reward, gpu, gpus_per_node, teachers or {})
     loads = engine_loads(config, models, weights, always, sampling_reserve(config, shape))
     return max(loads, key=lambda load: load.total)
@@ -199,6 +202,24 @@ def teacher_parts(config: Config, teachers: Mapping[str, Mapping[str, Any]], gpu
         f"teacher {name}: weights": _memory(config, settings, hf_config, gpu - span.start).weights
         for name, hf_config in teachers.items()
     }
+
+
+def teacher_head_parts(
+    config: Config, vocab: int, hidden_sizes: Sequence[int], gpu: int | None = None
+) -> dict[str, float]:
+    """Return the bytes of the teachers' output weights, which stay on the GPUs of the actor's last stage if the
+    divergence is exact.
+
+    Args:
+        vocab: size of the actor's vocabulary.
+        hidden_sizes: hidden size of each teacher.
+        gpu: the GPU, which may be on another stage; None: one on the last stage.
+    """
+    layout, span = config.actor.layout, device_spans(config)[NAMES["actor"]]
+    last_stage = span[-layout.world_size // layout.pp :]
+    if not config.distills_exactly or (gpu is not None and gpu not in last_stage):
+        return {}
+    return {"actor: teachers' output layers": -(-vocab // layout.tp) * sum(hidden_sizes) * item_bytes(config)}
 
 
 def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:

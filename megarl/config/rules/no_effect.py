@@ -206,6 +206,11 @@ KEY_REQUIREMENTS = (
     _if_set("reward_model.path=PATH", ("reward_model",)),
     _if_equal("reward_model.engine=megatron", {"reward_model.offload": []}),
     _if_set("teachers.models=[{name: NAME, path: PATH}]", ("teachers", "algorithm.distillation")),
+    _if_equal(
+        "algorithm.distillation.divergence=sampled",
+        {"algorithm.distillation.estimator": None, "algorithm.distillation.limit": None},
+    ),
+    _if_equal("algorithm.distillation.divergence=jsd", ("algorithm.distillation.beta",)),
     KeyRequirement(
         "reward_model.input_format=question", lambda config: config.reward_model.judges, ("reward_model.judge",)
     ),

@@ -32,8 +32,30 @@ def teacher_sources_require_source_column(config: Config) -> Iterator[str]:
         )
 
 
+def exact_divergence_is_in_the_loss(config: Config) -> Iterator[str]:
+    key, distillation = "algorithm.distillation", config.algorithm.distillation
+    if distillation.is_exact and distillation.placement != "loss":
+        yield (
+            f"{key}.divergence={distillation.divergence}: an exact divergence is a loss with a gradient for the whole "
+            f"vocabulary, but with {key}.placement={distillation.placement} only the sampled token has a gradient. "
+            f"Fix: set {key}.placement=loss, or set {key}.divergence=sampled"
+        )
+
+
+def exact_divergence_covers_the_vocabulary(config: Config) -> Iterator[str]:
+    divergence, top_k = config.algorithm.distillation.divergence, config.rollout.top_k
+    if config.algorithm.distillation.is_exact and top_k is not None:
+        yield (
+            f"algorithm.distillation.divergence={divergence}: an exact divergence covers the full vocabulary, but with "
+            f"rollout.top_k={top_k} the policy is truncated to candidate tokens. Fix: set rollout.top_k=null and "
+            "rollout.top_p=1, or set algorithm.distillation.divergence=sampled"
+        )
+
+
 RULES = (
     teachers_have_distinct_names,
     distillation_alone_needs_no_rounds,
     teacher_sources_require_source_column,
+    exact_divergence_is_in_the_loss,
+    exact_divergence_covers_the_vocabulary,
 )

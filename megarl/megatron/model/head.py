@@ -1,5 +1,5 @@
 """Output layer of the last stage. For the requested rows in a pack, it returns the target tokens' log-probs and the
-entropies of the predicted distributions instead of logits, or a classifier's scores."""
+entropies of the predicted distributions instead of logits, the divergences from teachers, or a classifier's scores."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
@@ -18,11 +19,15 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.algorithms.kl import UNTAUGHT
+from megarl.core.token_batch import TeacherStates
 from megarl.megatron.model.mtp import MtpInput, mtp_of
 from megarl.models.classifier import ScoreHead, score_head_of
 from megarl.models.shape import ModelShape
 from megarl.models.value_head import value_head_shapes
+from megarl.ops.divergence import DivergenceKind, divergence
 from megarl.ops.linear_head import log_prob_and_entropy
+from megarl.ops.output_layer import OutputLayer
 from megarl.ops.packed_attention import take
 
 
@@ -35,12 +40,28 @@ class HeadRequest:
         targets: int64 [N], the token to score at each row.
         candidate_ids: int64 [N, K], candidate tokens, as in TokenBatch; None means the full vocabulary.
         mtp: the input of the MTP layer; None if it is not trained in this pass.
+        teachers: each teacher's states for the rows, on the device; empty if the pass computes no divergence.
     """
 
     rows: torch.Tensor
     targets: torch.Tensor
     candidate_ids: torch.Tensor | None = None
     mtp: MtpInput | None = None
+    teachers: Sequence[TeacherStates] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherHeads:
+    """The output layers of the teachers, and the divergence from their distributions.
+
+    Attributes:
+        weights: for each teacher, the rows of its output weight for the tokens of this rank's rows, [V/tp, h'].
+        kind, beta: as in ops.divergence.
+    """
+
+    weights: Sequence[torch.Tensor]
+    kind: DivergenceKind
+    beta: float
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -50,7 +71,10 @@ class LogProbHead(ColumnParallelLinear):
     Set the request right before each call to the model. The call consumes it, so a request is never reused.
 
     Attributes:
+        returns_hidden: whether to return the rows' hidden states instead, [N, 1, h] in the model's dtype.
         value_head: optional head that adds a third column, the value.
+        teachers: the teachers' output layers; None without an exact divergence. If the request has teachers, the next
+            columns are the divergences from them, UNTAUGHT in rows that a teacher does not teach.
         predict_second: maps the input and MtpInput to the hidden states that predict the tokens after the next ones;
             None if the model has no MTP layer. If it is trained, the last column is w·(−log-prob) of these tokens.
     """
@@ -59,7 +83,9 @@ class LogProbHead(ColumnParallelLinear):
     vocab_size: int
     logits_dtype: torch.dtype
     request: HeadRequest | None = None
+    returns_hidden: bool = False
     value_head: ValueHead | None
+    teachers: TeacherHeads | None = None
     predict_second: Callable[[torch.Tensor, MtpInput], torch.Tensor] | None
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
@@ -67,39 +93,94 @@ class LogProbHead(ColumnParallelLinear):
         assert request is not None, "the model was called without a head request"
         weight = self.weight if weight is None else weight
         assert weight is not None, "the output layer has no weight"
-        scored = self._score(input_, weight, request.rows, request.targets, request.candidate_ids)
+        hidden = self._selected(input_, request.rows)
+        if self.returns_hidden:
+            return hidden[:, None], None
+        scored, divergences = self._score(hidden, weight, request)
         if self.value_head is not None:
             scored = torch.cat((scored, self.value_head(input_, request.rows)), -1)
+        scored = torch.cat((scored, *divergences), -1)
         if request.mtp is not None:
             assert self.predict_second is not None, "the model has no MTP layer"
-            hidden = self.predict_second(input_, request.mtp)
-            second = self._score(hidden, weight.detach(), request.rows, request.mtp.targets)[:, :1]
-            scored = torch.cat((scored, -request.mtp.weight[:, None] * second), -1)
+            second = self._selected(self.predict_second(input_, request.mtp), request.rows)
+            log_prob = self._log_prob_and_entropy(second, weight.detach(), request.mtp.targets)[:, :1]
+            scored = torch.cat((scored, -request.mtp.weight[:, None] * log_prob), -1)
         return scored[:, None], None
 
-    def _score(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        rows: torch.Tensor,
-        targets: torch.Tensor,
-        candidate_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _selected(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of the requested rows, [N, h], on every tensor-parallel rank."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return take(hidden[:, 0], rows)
+
+    def _score(
+        self, hidden: torch.Tensor, weight: torch.Tensor, request: HeadRequest
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return log-prob and entropy, float32 [N, 2], and the divergence from each teacher, float32 [N, 1]."""
+        targets = request.targets
+        if len(request.teachers) == 1 and len(request.teachers[0].rows) == len(targets) > 0:
+            scored = self._divergence(hidden, weight, 0, request.teachers[0].states, targets)
+            return scored[:, :2], [scored[:, 2:]]
+        columns = []
+        for number, teacher in enumerate(request.teachers):
+            column = torch.full(targets.shape, UNTAUGHT, device=targets.device)
+            if len(teacher.rows):
+                taught = self._divergence(take(hidden, teacher.rows), weight, number, teacher.states)
+                column = column.index_copy(0, teacher.rows, taught)
+            columns.append(column[:, None])
+        return self._log_prob_and_entropy(hidden, weight, targets, request.candidate_ids), columns
+
+    def _log_prob_and_entropy(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        candidate_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         return log_prob_and_entropy(
-            take(hidden[:, 0], rows),
+            hidden,
             weight,
             targets,
             self.temperature,
             self.vocab_size,
-            self.tp_group,  # pyright: ignore[reportArgumentType]  # Megatron's function may return an int
-            self.bias if weight.requires_grad or self.bias is None else self.bias.detach(),
+            self.process_group,
+            self._bias_of(weight),
             candidate_ids,
             self.logits_dtype,
         )
+
+    def _divergence(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        number: int,
+        states: torch.Tensor,
+        targets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return `divergence` from the teacher with this number, given its hidden states."""
+        assert self.teachers is not None, "the teachers' output layers are not loaded"
+        return divergence(
+            hidden,
+            weight,
+            OutputLayer(states, self.teachers.weights[number], logits_dtype=self.logits_dtype),
+            self.teachers.kind,
+            self.temperature,
+            self.vocab_size,
+            self.teachers.beta,
+            self.process_group,
+            self._bias_of(weight),
+            self.logits_dtype,
+            targets,
+        )
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self.tp_group  # pyright: ignore[reportReturnType]  # Megatron's function may return an int
+
+    def _bias_of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        return self.bias if weight.requires_grad or self.bias is None else self.bias.detach()
 
 
 class ScoreLayer(torch.nn.Module):

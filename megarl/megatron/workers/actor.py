@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,9 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
+from megarl.core.row_batch import TEACHER
 from megarl.core.token_batch import Scoring, TokenBatch
+from megarl.data.collate import teacher_states
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
 from megarl.megatron.advantages import (
@@ -34,6 +37,7 @@ from megarl.megatron.configured_losses import (
     configured_imitation_loss,
     configured_policy_loss,
     configured_preference_loss,
+    with_distillation_loss,
     with_mtp_loss,
 )
 from megarl.megatron.lora.attach import adapters_off
@@ -44,6 +48,7 @@ from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.model.head import LogProbHead, scored_at
 from megarl.megatron.model.mtp import has_trained_mtp, shared_embedding
 from megarl.megatron.routes import model_of
+from megarl.megatron.teacher_heads import load_teacher_heads
 from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.trust_region import take_step
@@ -62,6 +67,9 @@ class ActorWorker(TrainerWorker):
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         super().__init__(config, model_folder, rank, store, threads)
         self._changed_share = ChangedShare(self.optimizer, device.device())
+        if config.distills_exactly and parallel.is_last_stage(None):
+            head: Any = model_of(self.chunks[-1]).output_layer
+            load_teacher_heads(head, self._teachers, config.algorithm.distillation, self.dtype)
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """Coefficient of the KL to the reference. Changes between steps if algorithm.kl.adaptive_target is set."""
@@ -83,6 +91,8 @@ class ActorWorker(TrainerWorker):
     @property
     def loss(self) -> Loss:
         loss, coefficient = self._loss_of_objective, self._config.actor.mtp.loss_coefficient
+        if self._config.distills_exactly:
+            loss = with_distillation_loss(loss, self._config.algorithm.distillation, self._teachers)
         return with_mtp_loss(loss, coefficient) if coefficient and has_trained_mtp(self.chunks) else loss
 
     @property
@@ -180,9 +190,21 @@ class ActorWorker(TrainerWorker):
 
     def _dispatched(self, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
         """Return the scores from other models. Each teacher has an entry, even if it scored none of this rank's
-        samples."""
+        samples. Hidden states for exact divergences are not included."""
+        scores = super()._dispatched(batch)
+        if self._config.distills_exactly:
+            return {name: values for name, values in scores.items() if not name.startswith(TEACHER)}
         teachers: dict[str, dict[str, torch.Tensor]] = {teacher.scores: {} for teacher in self._teachers}
-        return teachers | super()._dispatched(batch)
+        return teachers | scores
+
+    def _with_teacher_states(self, batches: Sequence[TokenBatch], batch: LocalBatch) -> list[TokenBatch]:
+        """Return an update's microbatches with the teachers' hidden states."""
+        states = super()._dispatched(batch)
+        of_teachers = [states.get(teacher.scores, {}) for teacher in self._teachers]
+        return [
+            replace(token_batch, teacher_states=tuple(teacher_states(members, part) for part in of_teachers))
+            for token_batch, members in zip(batches, batch.members, strict=True)
+        ]
 
     @property
     def _teachers(self) -> Sequence[Teacher]:
@@ -218,6 +240,8 @@ class ActorWorker(TrainerWorker):
                 names = [item.sample.id for item in members]
                 self._advantages |= mean_advantages(token_batch, names)
             self._token_details.begin_update(batches, batch)
+        if self._config.distills_exactly and parallel.is_last_stage(None):
+            batches = self._with_teacher_states(batches, batch)
         if not algorithm.objective.spec.selects_tokens or not parallel.is_last_stage(None):
             return batches
         return with_selection(algorithm, batches, batch.members, self._epoch)

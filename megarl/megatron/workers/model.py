@@ -139,11 +139,16 @@ class ModelWorker:
             yield transport, transport.with_file_dtypes(holder)
 
     def _forward(
-        self, batch: LocalBatch, replays: bool | None = None, truncates: bool | None = None
+        self,
+        batch: LocalBatch,
+        replays: bool | None = None,
+        truncates: bool | None = None,
+        to_host: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Run a forward-only pass and return sample id -> the head's output for the response tokens, float32 [R,
-        columns]; empty before the last stage. `replays` and `truncates` override the class attributes."""
-        scored = step.score(self.chunks, self._collate(batch, replays, truncates))
+        columns]; empty before the last stage. `replays` and `truncates` override the class attributes. `to_host`: as in
+        `step.score`."""
+        scored = step.score(self.chunks, self._collate(batch, replays, truncates), to_host)
         results = {}
         for members, columns in zip(batch.members, scored, strict=False):
             parts = columns.split([len(item.sample.response_ids) for item in members])

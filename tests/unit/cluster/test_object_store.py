@@ -94,6 +94,18 @@ def test_size_includes_the_log_probs_of_each_teacher():
     )
 
 
+def test_size_includes_hidden_states_for_exact_divergences():
+    """They belong to the samples that a step trains on: [3072, 100 + 28] for each, in bfloat16."""
+    step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
+    keys = (*LONG, *step, "teachers.models=[{name: a, path: x}, {name: b, path: y}]")
+    sampled = config(*keys, "algorithm.distillation.placement=loss")
+    exact = config(*keys, "algorithm.distillation={divergence: jsd, placement: loss}")
+    assert object_store_mib(sampled, None, [100, 28]) == object_store_mib(exact, None)
+    added = object_store_mib(exact, None, [100, 28]) - object_store_mib(exact, None)
+    assert added == pytest.approx(64 * 16 * 3072 * 128 * 2 / 2**20, abs=1)
+    assert sample_bytes(exact, None) == sample_bytes(sampled, None)
+
+
 def test_size_grows_with_the_batch():
     step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
     assert num_samples(config(*step)) == 64 * 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import ray
 import torch
 
-from megarl.cluster.rank_batch import FetchedBatches, RankBatch, ScoreRef, put_scores
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch, ScoreRef, get_scores, put_scores
 from megarl.core.completion import VersionRun
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample, SampleRef
@@ -78,6 +79,27 @@ def test_scores_of_a_pass_are_one_object(monkeypatch):
     [scores] = put
     assert torch.equal(scores, BLOCKS["values"])
     assert put_scores({}) == {} and len(put) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_hidden_states_of_a_sample_are_read_without_copying(monkeypatch, dtype):
+    """Each sample's states are an object whose bytes pickle does not copy."""
+    stored: list[tuple[bytes, list[pickle.PickleBuffer]]] = []
+
+    def put(value):
+        buffers: list[pickle.PickleBuffer] = []
+        stored.append((pickle.dumps(value, 5, buffer_callback=buffers.append), buffers))
+        return len(stored) - 1
+
+    monkeypatch.setattr(ray, "put", put)
+    monkeypatch.setattr(ray, "get", lambda refs: [pickle.loads(stored[i][0], buffers=stored[i][1]) for i in refs])
+    states = {name: torch.randn(n, 6).to(dtype) for name, n in (("1", 1), ("3", 3))}
+    parts = put_scores(states)
+    assert parts == {"1": ScoreRef(0, 0, 1), "3": ScoreRef(1, 0, 3)}
+    fetched = get_scores(parts)
+    for name, values in states.items():
+        assert fetched[name].dtype == dtype and torch.equal(fetched[name], values)
+        assert fetched[name].data_ptr() == values.data_ptr()
 
 
 def test_all_objects_of_a_batch_are_fetched_in_one_call(store):

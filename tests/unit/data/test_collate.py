@@ -10,7 +10,7 @@ from megarl.core.completion import CandidateIds, VersionRun
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.score import Baseline
-from megarl.data.collate import collate
+from megarl.data.collate import collate, teacher_states
 from megarl.data.packing import Lengths, bundle
 from tests.packing import packing
 from tests.samples import training_ref
@@ -127,3 +127,14 @@ def test_prompt_is_shared_only_if_its_routes_agree(alike):
     assert len(batch.tokens) == (8 if alike else 11)
     [first, *_] = bundle([Lengths.of(SampleRef.of(item.sample)) for item in samples], packing(1, True))
     assert first.num_tokens == (8 if alike else 5)
+
+
+def test_teacher_states_belong_to_the_rows_of_taught_samples():
+    refs = [training_sample(name, "p", [11], [21] * n) for name, n in (("a", 3), ("b", 1), ("c", 2))]
+    states = {"a": torch.randn(3, 5), "c": torch.randn(2, 5), "other": torch.randn(9, 5)}
+    found = teacher_states(refs, states)
+    assert found.rows.tolist() == [0, 1, 2, 4, 5]
+    assert torch.equal(found.states, torch.cat((states["a"], states["c"])))
+    for members in (refs[1:2], []):
+        found = teacher_states(members, states)
+        assert found.rows.dtype == torch.int64 and len(found.rows) == len(found.states) == 0

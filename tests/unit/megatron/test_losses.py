@@ -12,7 +12,7 @@ from megarl.core.sample import Sample
 from megarl.core.score import NO_BASELINE
 from megarl.data.collate import collate
 from megarl.megatron.advantages import with_advantages
-from megarl.megatron.configured_losses import configured_policy_loss, configured_value_loss
+from megarl.megatron.configured_losses import configured_policy_loss, configured_value_loss, with_distillation_loss
 from megarl.megatron.metric_sums import read
 from megarl.megatron.token_selection import _draw
 from megarl.step.metrics import add_explained_variance
@@ -115,3 +115,38 @@ def test_distillation_in_the_loss_is_added_and_measured():
     assert added == pytest.approx(float(batch.weight[0]) * 0.5 * squares)
     metrics = read(loss.metrics(batch, terms))
     assert {k: metrics[f"kl/teacher_{k}"].value for k in "ab"} == {"a": -0.75, "b": 1.0}
+
+
+@pytest.mark.parametrize("excludes", [False, True])
+def test_exact_divergences_are_added_and_measured(excludes):
+    """Σ w·Σ_k c·w_k·D_k over trained tokens that the other loss does not exclude, from the head's last columns. The
+    second teacher does not teach the first sample."""
+    overrides = ["model.path=m", "data.source=arithmetic", "batch.samples_per_prompt=2"]
+    models = "teachers.models=[{name: a, path: x}, {name: b, path: y, weight: 3.0}]"
+    distillation = "algorithm.distillation={divergence: jsd, placement: loss, coefficient: 0.5}"
+    mask = ["logprob_check={action: mask, mask: token, threshold: 1.0}"] if excludes else []
+    config = load(BASE, [*overrides, models, distillation, *mask])
+    refs = []
+    for name, trained in {"s": (True, False, True), "t": (True,)}.items():
+        n = len(trained)
+        sample = Sample(name, Prompt("p", "", (7, 8)), (9,) * n, (-1.0,) * n, trained, (VersionRun(0, n),), "stop", "")
+        refs.append(training_ref(sample, 1.0, NO_BASELINE, 1.0))
+    [batch] = with_advantages(config.algorithm, [collate(refs, packing())])
+    scored = torch.tensor([[-1.5, 2.0], [-1.0, 3.0], [-2.5, 4.0], [-1.0, 4.0]])
+    inf, nan = torch.inf, torch.nan
+    divergences = torch.tensor([[0.25, inf], [nan, inf], [0.5, inf], [1.0, 2.0]], requires_grad=True)
+    plain = configured_policy_loss(config.algorithm, config.tolerance, 0.0, teachers=config.teachers.models)
+    loss = with_distillation_loss(plain, config.algorithm.distillation, config.teachers.models)
+    terms = loss.terms(batch, torch.cat((scored, divergences), -1))
+    # The third token's log-prob differs from the engine's by 1.5.
+    counted = 0.25 + (0.0 if excludes else 0.5) + 1.0 + 3.0 * 2.0
+    before, added = plain.terms(batch, scored), float(batch.weight[0]) * 0.5 * counted
+    assert float((terms.loss - before.loss).detach()) == pytest.approx(added)
+    terms.loss.backward()
+    weight = 0.5 * float(batch.weight[0])
+    assert divergences.grad is not None
+    assert divergences.grad[:, 0].tolist() == pytest.approx([weight, 0, 0 if excludes else weight, weight])
+    assert divergences.grad[:, 1].tolist() == pytest.approx([0, 0, 0, 3 * weight])
+    metrics, expected = read(loss.metrics(batch, terms)), read(plain.metrics(batch, before))
+    assert {k: metrics[f"kl/teacher_{k}"].value for k in "ab"} == pytest.approx({"a": 1.75 / 3, "b": 2.0})
+    assert metrics["policy/loss"].value == pytest.approx(expected["policy/loss"].value + added)

@@ -8,6 +8,7 @@ import pytest
 
 from megarl.cluster.memory.rank import rank_memory
 from megarl.cluster.memory.reserves import CONTEXTS, FRAGMENTS, GRAPHS, NCCL
+from megarl.models.shape import ModelShape
 from megarl.planner.hardware import GIB, read_cluster
 from megarl.planner.plan import plan_recipe
 from tests.published_models import CONFIGS
@@ -191,3 +192,22 @@ def test_teacher_has_its_own_phase_and_time(tmp_path):
     # On the same GPUs, a pass of 7.6 billion parameters takes longer than one of 0.6 billion.
     assert added > 5 * sum(plan.times.training["actor"].passes.values())
     assert plan.times.training["teacher large"].update == {}
+
+
+def test_exact_divergence_adds_output_layers_and_states(tmp_path):
+    """The teacher's output layer is on the actor's GPUs in all phases, and the states of a microbatch in updates. The
+    states of a step are in the object store."""
+    models = f"teachers.models=[{{name: large, path: {tmp_path / 'large'}}}]"
+    sampled, exact = (
+        teacher_plan(tmp_path, models, f"algorithm.distillation={{divergence: {kind}, placement: loss}}")
+        for kind in ("sampled", "jsd")
+    )
+    shape = ModelShape.of(CONFIGS[DENSE])
+    layer, states = "actor: teachers' output layers", "actor: teachers' hidden states"
+    loads = {load.phase: load.parts for load in exact.loads}
+    actor = ModelShape.of(CONFIGS["Qwen3-0.6B"])
+    assert loads[TRAINS][layer] == loads[SAMPLES][layer] == 2 * actor.vocab * shape.hidden
+    assert loads[TRAINS][states] == 2 * exact.config.actor.tokens_per_microbatch * shape.hidden
+    assert states not in loads[SAMPLES]
+    assert not any(layer in load.parts or states in load.parts for load in sampled.loads)
+    assert exact.host["samples of a step"] > sampled.host["samples of a step"]

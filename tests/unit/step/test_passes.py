@@ -105,6 +105,12 @@ def config(*overrides: str):
             "algorithm.distillation.coefficient=0.5; teachers: a, b",
         ),
         ([TEACHERS, "algorithm.distillation.coefficient=0"], "teacher log-probs", False, "coefficient=0"),
+        (
+            [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss}"],
+            "teacher hidden states",
+            True,
+            "algorithm.distillation.coefficient=1; teachers: a, b",
+        ),
         ([TEACHERS], "old log-probs", True, "the advantages include the KL to the teachers"),
         ([TEACHERS, "algorithm.distillation.placement=loss"], "old log-probs", False, "one update per step"),
         ([TEACHERS, "algorithm.correction.old=rollout"], "old log-probs", False, "the engine's log-probs approximate"),

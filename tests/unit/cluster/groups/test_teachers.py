@@ -41,7 +41,7 @@ def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompt
     rows = [Prompt(name, "", np.empty(0, np.int32), columns={"kind": source}) for name, source in SOURCES.items()]
     group.select(rows, "kind")
     expected = {f"p{prompt}.{k}" for prompt in prompts for k in range(2)}
-    assert group.log_probs(SAMPLES).result().keys() == expected
+    assert group.score_tokens(SAMPLES).result().keys() == expected
     if expected:
         assert calls[0] == calls[1] and calls[2] == calls[3] and sorted(calls[0] + calls[2]) == sorted(expected)
     else:

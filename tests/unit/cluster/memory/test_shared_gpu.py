@@ -127,6 +127,20 @@ def test_teachers_remain_unless_offloaded(offload: bool):
     assert found[0][CONTEXTS] > 2 * found[1][CONTEXTS], "each teacher has a process with a CUDA context"
 
 
+def test_exact_divergence_keeps_output_layers_on_last_stage():
+    """QWEN_1_5B has 151,936 tokens and a hidden size of 1,536."""
+    keys = ["teachers.models=[{name: a, path: x}, {name: b, path: y}]", "rollout={replicas: 4, kv_cache_gib: 1}"]
+    keys += ["actor.layout={tp: 2, pp: 2, sequence_parallel: true}"]
+    keys += ["algorithm.distillation={divergence: jsd, placement: loss}"]
+    models = dict.fromkeys("ab", QWEN_1_5B)
+    found = [
+        fullest_phase(config(*keys), QWEN_1_5B, {"actor": QWEN_1_5B}, None, gpu, 8, teachers=models).parts
+        for gpu in range(4)
+    ]
+    sizes = [parts.get("actor: teachers' output layers") for parts in found]
+    assert sizes == [None, None, *[151_936 // 2 * 2 * 1536 * 2] * 2]
+
+
 @pytest.mark.parametrize("extra", ["actor.frozen=[model.layers.0.*]", "actor.megatron_overrides.optimizer={a: 1}"])
 def test_uncertain_memory_is_not_counted(extra: str):
     load = fullest(extra, "rollout.vllm_overrides={quantization: fp8}", "rollout.kv_cache_gib=60")

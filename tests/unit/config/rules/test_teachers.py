@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.unit.config.rules.recipes import errors, recipe
@@ -18,6 +20,21 @@ def test_teachers_have_defaults_and_their_own_devices() -> None:
     in_loss = recipe(TEACHERS, "algorithm.distillation.placement=loss")
     assert in_loss.has_rewards and not in_loss.distills_by_advantage
     assert in_loss.algorithm.distillation.estimator == "k2"
+
+
+def test_exact_divergence_has_no_estimator() -> None:
+    config = recipe(TEACHERS, "algorithm.distillation={divergence: jsd, beta: 0.1, placement: loss}")
+    assert config.distills_exactly and not config.distills_by_advantage
+    assert config.algorithm.distillation.estimator is None
+    assert not recipe(TEACHERS).distills_exactly
+
+
+def test_actor_reads_teachers_from_their_folders() -> None:
+    teachers = recipe(TEACHERS).teachers.in_folders({"math": Path("/models/a"), "code": Path("/models/b")})
+    assert [(item.path, item.revision, item.weight) for item in teachers.models] == [
+        ("/models/a", None, 1.0),
+        ("/models/b", None, 0.5),
+    ]
 
 
 def test_coefficient_of_zero_leaves_the_teachers_out() -> None:
@@ -49,6 +66,26 @@ def test_null_removes_the_teachers() -> None:
         (
             ["algorithm.distillation.placement=loss"],
             "algorithm.distillation.placement=loss: has no effect unless teachers.models=[{name: NAME, path: PATH}].",
+        ),
+        (
+            [TEACHERS, "algorithm.distillation.divergence=jsd"],
+            "algorithm.distillation.divergence=jsd: an exact divergence is a loss with a gradient for the whole",
+        ),
+        (
+            [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss}", "rollout.top_k=50"],
+            "algorithm.distillation.divergence=jsd: an exact divergence covers the full vocabulary, but with",
+        ),
+        (
+            [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss, estimator: k2}"],
+            "algorithm.distillation.estimator=k2: has no effect unless algorithm.distillation.divergence=sampled.",
+        ),
+        (
+            [TEACHERS, "algorithm.distillation={divergence: forward_kl, placement: loss, limit: 1.0}"],
+            "algorithm.distillation.limit=1.0: has no effect unless algorithm.distillation.divergence=sampled.",
+        ),
+        (
+            [TEACHERS, "algorithm.distillation={divergence: forward_kl, placement: loss, beta: 0.1}"],
+            "algorithm.distillation.beta=0.1: has no effect unless algorithm.distillation.divergence=jsd.",
         ),
         (["teachers.layout.tp=2"], "teachers.layout.tp=2: has no effect unless teachers.models=[{name: NAME"),
         (

@@ -1,0 +1,43 @@
+"""The teachers' output layers on the actor's last stage, for exact divergences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.algorithm_schema import Distillation
+from megarl.config.model_schema import Teacher
+from megarl.core import device
+from megarl.megatron.model.head import LogProbHead, TeacherHeads
+from megarl.models.folder import read_config
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder, output_rows_holder
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.safetensors import SafetensorsFolder
+
+
+def load_teacher_heads(
+    head: LogProbHead, teachers: Sequence[Teacher], distillation: Distillation, dtype: torch.dtype
+) -> None:
+    """Load the output weights of the teachers, whose paths are folders, into the actor's head. Each rank reads the rows
+    of the tokens that it holds in its own output weight."""
+    assert distillation.divergence != "sampled", "a sampled divergence needs no output layers"
+    num_rows = head.output_size_per_partition
+    first = dist.get_rank(head.process_group) * num_rows
+    weights = [_load_rows(Path(teacher.path), first, num_rows, dtype) for teacher in teachers]
+    head.teachers = TeacherHeads(weights, distillation.divergence, distillation.beta)
+
+
+def _load_rows(folder: Path, first: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return `num_rows` rows of the output weight of the model in the folder, from row `first`."""
+    hf_config = read_config(folder)
+    holder = output_rows_holder(hf_config, first, num_rows, str(dtype).removeprefix("torch."))
+    [(name, shape)] = holder.shapes.items()
+    weight = torch.empty(shape, dtype=dtype, device=device.device())
+    with SafetensorsFolder(folder) as transport:
+        plan = make_plan([transport.with_file_dtypes(huggingface_holder(hf_config))], [holder])
+        execute(plan.into(holder.name), {name: weight}, transport)
+    return weight

@@ -1,0 +1,223 @@
+"""Exact divergences from teachers as a loss, in every layout, against full logits of transformers models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.cluster.rank_batch import RankBatch
+from megarl.config.schema import Config
+from megarl.core.metrics import merge
+from megarl.core.sample import Sample, SampleRef
+from megarl.megatron.workers.actor import ActorWorker
+from megarl.megatron.workers.teacher import TeacherWorker
+from tests.closeness import Expected, assert_close, close_to, expected, load
+from tests.forked import run_ranks
+from tests.marks import exhaustive_but
+from tests.parity import (
+    TEMPERATURE,
+    RankResult,
+    canonical,
+    capture_gradients,
+    config_of,
+    local_batch,
+    own_batch,
+    random_groups,
+)
+from tests.tiny_model import write_tiny_llama
+
+LAYOUTS = {
+    "1 process": "{}",
+    "TP3": "{tp: 3}",
+    "TP3, sequence parallel": "{tp: 3, sequence_parallel: true}",
+    "PP2": "{pp: 2}",
+    "CP2": "{cp: 2}",
+    "DP2": "{dp: 2}",
+}
+GROUPS = [[(sample, 0.0) for sample, _ in group] for group in random_groups(0)]
+SAMPLES = [sample for group in GROUPS for sample, _ in group]
+COEFFICIENT, VOCAB = 0.7, 128
+MIXED = {"idle": 2.0, "large": 1.0, "small": 0.5}
+"""Weights of the teachers. The idle teacher has no sample of its sources."""
+TAUGHT_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
+"""The samples of the small teacher's sources. The large teacher teaches all samples."""
+
+States = dict[str, dict[str, torch.Tensor]]
+"""Teacher -> sample id -> final hidden state for each response token, [R, h]."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Students, a teacher of the same size, and one with another hidden size and more rows in the embedding."""
+    sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96)
+    larger = dict(num_heads=6, num_kv_heads=3, hidden_size=192, intermediate_size=144, num_layers=4)
+    kinds = {
+        "tied": sizes | {"seed": 0},
+        "untied": sizes | {"seed": 0, "tied": False},
+        "small": sizes | {"seed": 1},
+        "large": larger | {"seed": 2, "tied": False, "vocab_size": 300},
+    }
+    folders = {name: write_tiny_llama(tmp_path_factory.mktemp(name), **keys) for name, keys in kinds.items()}
+    return folders | {"idle": folders["small"]}
+
+
+def recipe(folders: dict[str, Path], student: str, weights: Mapping[str, float], *overrides: str) -> Config:
+    models = ", ".join(f"{{name: {name}, path: {folders[name]}, weight: {w}}}" for name, w in weights.items())
+    return config_of(
+        folders[student],
+        *(f"teachers.models=[{models}]", "teachers.tokens_per_microbatch=80", "rewards.functions=[]"),
+        *(f"algorithm.distillation.coefficient={COEFFICIENT}", "algorithm.distillation.placement=loss"),
+        *("algorithm.advantage.estimator=policy_gradient", *overrides),
+    )
+
+
+def hidden_states(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
+    """Return the final hidden state that predicts each response token, [R, h]."""
+    first = len(sample.prompt.token_ids)
+    return model.model(torch.tensor(sample.token_ids[None]).long()).last_hidden_state[0, first - 1 : -1]
+
+
+def log_probs(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs of the student's tokens at the sampling temperature, [R, V]."""
+    return (model.lm_head(hidden)[:, :VOCAB] / TEMPERATURE).log_softmax(-1)
+
+
+def teacher_states(folders: dict[str, Path], weights: Mapping[str, float]) -> Expected[States]:
+    def compute() -> States:
+        with torch.no_grad():
+            models = {name: load(AutoModelForCausalLM, folders[name]) for name in weights}
+            return {
+                name: {s.id: hidden_states(model, s) for s in SAMPLES if is_taught(name, s, len(weights))}
+                for name, model in models.items()
+            }
+
+    return expected(compute)
+
+
+def is_taught(teacher: str, sample: Sample, num_teachers: int) -> bool:
+    return num_teachers == 1 or teacher == "large" or (teacher == "small" and sample.id in TAUGHT_BY_SMALL)
+
+
+def plain_divergence(kind: str, beta: float, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Return the divergence between the student's p and the teacher's q by its definition, [R]."""
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "forward_kl":
+        return (q * (log_q - log_p)).sum(-1)
+    if kind == "reverse_kl":
+        return (p * (log_p - log_q)).sum(-1)
+    log_m = (beta * q + (1 - beta) * p).log()
+    return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
+
+
+class Distilled(NamedTuple):
+    """The gradients of an update, and the mean divergence from each teacher over the tokens that it teaches."""
+
+    gradients: dict[str, torch.Tensor]
+    means: dict[str, float]
+
+
+def plain_update(folders: dict[str, Path], student: str, weights: Mapping[str, float], kind: str, beta: float):
+    """Return the result for the mean over samples of the mean over trained tokens of c·Σ_k w_k·D_k."""
+
+    def compute() -> Distilled:
+        model = load(AutoModelForCausalLM, folders[student])
+        teachers = {name: load(AutoModelForCausalLM, folders[name]) for name in weights}
+        losses, values = [], {name: [] for name in weights}
+        for sample in SAMPLES:
+            mask = torch.tensor(sample.response_mask)
+            log_p = log_probs(model, hidden_states(model, sample))
+            loss = log_p.sum() * 0
+            for name, teacher in teachers.items():
+                if is_taught(name, sample, len(weights)) and mask.any():
+                    with torch.no_grad():
+                        log_q = log_probs(teacher, hidden_states(teacher, sample))
+                    divergence = plain_divergence(kind, beta, log_p, log_q)[mask]
+                    values[name] += divergence.tolist()
+                    loss = loss + COEFFICIENT * weights[name] * divergence.mean()
+            losses.append(loss)
+        torch.stack(losses).mean().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert torch.stack([gradient.norm() for gradient in gradients.values()]).norm() > 0.01
+        return Distilled(gradients, {name: sum(found) / len(found) for name, found in values.items() if found})
+
+    return expected(compute)
+
+
+def distill(store, rank: int, config: Config, folder: Path, states: States) -> RankResult:
+    """Run one update on one rank."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    batch = own_batch(config, worker, GROUPS, {f"teacher/{name}": found for name, found in states.items()})
+    worker.keep_log_probs("old", batch)  # a forward-only pass returns no divergence
+    gradients = capture_gradients(worker)
+    metrics = worker.update(batch)
+    return RankResult(worker.holder, gradients, {}, metrics)
+
+
+def assert_distills(folders, student, weights, layout, kind, beta=0.5):
+    keys = (f"algorithm.distillation.divergence={kind}", f"algorithm.distillation.beta={beta}")
+    config = recipe(folders, student, weights, f"actor.layout={LAYOUTS[layout]}", *keys)
+    exact_states, _ = teacher_states(folders, weights)
+    states = {name: {i: x.float() for i, x in found.items()} for name, found in exact_states.items()}
+    ranks = run_ranks(config.actor.layout.world_size, distill, config, folders[student], states)
+    exact, plain = plain_update(folders, student, weights, kind, beta)
+    assert_close(canonical(folders[student], ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
+    metrics = merge([rank.metrics for rank in ranks if rank.metrics])
+    names = {f"kl/teacher_{name}": name for name in exact.means}
+    assert {name for name in metrics if name.startswith("kl/")} == names.keys()
+    for metric, name in names.items():
+        assert metrics[metric].value == close_to(exact.means[name], plain.means[name]), metric
+    assert metrics["policy/loss"].value > 0
+
+
+@pytest.mark.parametrize(
+    ("student", "layout", "kind", "beta"),
+    [
+        ("tied", "1 process", "jsd", 0.1),
+        ("untied", "TP3, sequence parallel", "forward_kl", 0.5),
+        ("tied", "PP2", "reverse_kl", 0.5),
+        ("untied", "CP2", "jsd", 0.5),
+        pytest.param("tied", "TP3", "forward_kl", 0.5, marks=pytest.mark.exhaustive),
+        pytest.param("tied", "DP2", "jsd", 0.9, marks=pytest.mark.exhaustive),
+        pytest.param("untied", "DP2", "reverse_kl", 0.5, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_divergence_from_several_teachers_is_the_plain_one(folders, student, layout, kind, beta):
+    assert_distills(folders, student, MIXED, layout, kind, beta)
+
+
+@pytest.mark.parametrize(
+    ("student", "layout", "kind"),
+    [
+        ("tied", "TP3, sequence parallel", "reverse_kl"),
+        ("untied", "DP2", "jsd"),
+        pytest.param("tied", "1 process", "forward_kl", marks=pytest.mark.exhaustive),
+        pytest.param("tied", "CP2", "forward_kl", marks=pytest.mark.exhaustive),
+        pytest.param("untied", "PP2", "reverse_kl", marks=pytest.mark.exhaustive),
+        pytest.param("untied", "TP3", "jsd", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_divergence_from_one_teacher_is_the_plain_one(folders, student, layout, kind):
+    """A single call computes log-probs, entropies and the divergence."""
+    assert_distills(folders, student, {"large": 1.0}, layout, kind)
+
+
+def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    worker = TeacherWorker(config, folder, rank, store, threads=1)
+    refs = [SampleRef.of(sample, sample) for sample in SAMPLES]
+    return worker.score_tokens(local_batch(RankBatch.split(refs, worker.packing)[worker.data_parallel_rank]))
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "TP3, sequence parallel", "CP2"))
+def test_teacher_returns_the_final_hidden_states(folders, layout):
+    keys = (f"teachers.layout={LAYOUTS[layout]}", "algorithm.distillation.divergence=jsd")
+    config = recipe(folders, "tied", {"large": 1.0}, *keys)
+    ranks = run_ranks(config.teachers.layout.world_size, score, config, folders["large"])
+    exact, plain = (found["large"] for found in teacher_states(folders, {"large": 1.0}))
+    assert sorted(name for states in ranks for name in states) == sorted(exact)
+    actual = {name: next(states[name] for states in ranks if name in states) for name in exact}
+    assert_close(actual, exact, plain, "hidden states")
