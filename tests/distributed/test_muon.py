@@ -19,14 +19,17 @@ from tests.parity import (
     EPS,
     LR,
     TEMPERATURE,
+    Group,
     Outcome,
     assert_same_training,
+    branching_group,
     config_of,
     plain_outcome,
     random_groups,
     train,
 )
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.transformer_engine_training import train_all
 
 DECAY, MOMENTUM = 0.5, 0.9
 MUON = f"actor.optimizer={{name: muon, weight_decay: {DECAY}, momentum: {MOMENTUM}}}"
@@ -100,11 +103,11 @@ def experts(tmp_path_factory) -> Path:
     return write_tiny_experts(tmp_path_factory.mktemp("experts"))
 
 
-def plain_training(folder: Path) -> Expected[Outcome]:
+def plain_training(folder: Path, updates: list[list[Group]] = UPDATES) -> Expected[Outcome]:
     def trained() -> Outcome:
         reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
         reference.optimizer = PlainMuon(reference.model)
-        return plain_outcome(reference, UPDATES, kl_coefficient=0.0)
+        return plain_outcome(reference, updates, kl_coefficient=0.0)
 
     return expected(trained)
 
@@ -120,8 +123,7 @@ def expert_outcome(experts: Path) -> Expected[Outcome]:
 
 
 def muon_config(folder: Path, layout: str, *overrides: str) -> Config:
-    keys = ("actor.tokens_per_microbatch=256", f"actor.optimizer.lr={LR}", f"actor.optimizer.eps={EPS}", *overrides)
-    return config_of(folder, MUON, *keys, f"actor.layout={{{layout}}}")
+    return config_of(folder, MUON, "actor.tokens_per_microbatch=256", f"actor.layout={{{layout}}}", *overrides)
 
 
 @pytest.mark.parametrize("layout", DENSE)
@@ -136,6 +138,16 @@ def test_updates_of_experts_equal_plain_torch(experts, expert_outcome, layout):
     config = muon_config(experts, EXPERTS[layout])
     ranks = run_ranks(config.actor.layout.world_size, train, config, experts, UPDATES)
     assert_same_training(experts, ranks, expert_outcome)
+
+
+def test_transformer_engine_updates_other_parameters(dense, experts, tmp_path):
+    """Transformer Engine's Adam skips the matrices."""
+    cases = {name: (str(folder), [MUON], {}) for name, folder in (("dense", dense), ("experts", experts))}
+    trained = train_all(tmp_path, cases)
+    for name, folder in (("dense", dense), ("experts", experts)):
+        assert "Transformer Engine's FusedAdam" in trained[name].kernels
+        plain = plain_training(folder, [[*random_groups(0), branching_group(0)]])
+        assert_same_training(folder, [trained[name].rank], plain)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
