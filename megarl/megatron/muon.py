@@ -21,6 +21,7 @@ memory for a few copies of one matrix.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -126,7 +127,10 @@ class Muon:
     def _before(self, step: Callable[[], bool]) -> Callable[[], bool]:
         def update_and_step() -> bool:
             self._update()
-            return step()
+            with warnings.catch_warnings():
+                # With float32 parameters, main weights are views. torch warns if AdamW finds no gradient in a view.
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                return step()
 
         return update_and_step
 
