@@ -62,7 +62,8 @@ def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
     """Return the host memory in bytes that the run uses at all times, by purpose."""
     draft = None if models.draft is None else read_config(models.draft)
     teachers = models.teacher_configs
-    held = Models.of(models.trained(config), lora=config.actor.adapters, draft=draft, teachers=teachers)
+    trained, lora = models.trained(config), config.actor.adapters
+    held = Models.of(trained, lora=lora, draft=draft, teachers=teachers, muon=config.muon_roles)
     return min_host_bytes(config, held, ModelParameters(policy_hf_config(config, models.hf_config)))
 
 

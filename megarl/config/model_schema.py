@@ -78,11 +78,13 @@ class Schedule(Section):
 
 
 class Optimizer(Section):
+    name: Literal["adamw", "muon"]
     lr: PositiveFloat
     schedule: Schedule
     beta1: Annotated[float, Field(ge=0, lt=1)]
     beta2: Annotated[float, Field(ge=0, lt=1)]
     eps: PositiveFloat
+    momentum: Annotated[float, Field(ge=0, lt=1)]
     weight_decay: NonNegativeFloat
     no_weight_decay: list[Text]
     clip_grad_norm: NonNegativeFloat

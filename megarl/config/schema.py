@@ -328,6 +328,11 @@ class Config(Section):
         return (self.actor, *critic, *((self.implicit_reward,) if self.has_implicit_reward else ()))
 
     @property
+    def muon_roles(self) -> list[Role]:
+        """The trained models whose optimizer is Muon."""
+        return [trained.section for trained in self.all_trained if trained.optimizer.name == "muon"]
+
+    @property
     def all_placed(self) -> tuple[Placed, ...]:
         reward_model = (self.reward_model,) if self.has_reward_model else ()
         return (*self.all_trained, *reward_model, *((self.teachers,) if self.has_teachers else ()))

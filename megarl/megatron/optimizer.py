@@ -1,4 +1,4 @@
-"""Megatron's distributed AdamW, built from our config."""
+"""Megatron's distributed AdamW, built from our config. muon.py adds Muon to it."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def _models(config: Config, actor: Mapping[str, Any]) -> Models:
         teacher.name: _config_json(teacher.path_key, teacher.path, teacher.revision)
         for teacher in (config.teachers.models if config.has_teachers else ())
     }
-    return Models.of(trained, reward, config.actor.adapters, draft, teachers)
+    return Models.of(trained, reward, config.actor.adapters, draft, teachers, config.muon_roles)
 
 
 def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, Any]:

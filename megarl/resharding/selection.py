@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.core.errors import UserError
 from megarl.models.mtp import trains_mtp
 from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.families.adapters import LAYER, UNQUANTIZED
 from megarl.resharding.families.mtp import MTP
 from megarl.resharding.piece import Holder
 
@@ -74,6 +75,13 @@ def frozen_parameters(trained: Trained, hf_config: Mapping[str, Any], holder: Ho
     selected = select_tensors(key, trained.frozen_patterns, huggingface_holder(hf_config).shapes)
     mtp = [] if trains_mtp(hf_config) else [name for name in holder.shapes if MTP in name]
     return [*dict.fromkeys((*whole_parameters(key, selected, holder), *mtp))]
+
+
+def layer_matrices(holder: Holder) -> list[str]:
+    """Return the local names of the weight matrices in the holder's layers, without routers, gates of shared experts,
+    modulations, and the projection of an MTP layer's inputs."""
+    matrices = (name for name, shape in holder.shapes.items() if LAYER in name and len(shape) == 2)
+    return [name for name in matrices if not any(part in name for part in UNQUANTIZED)]
 
 
 def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) -> set[str]:

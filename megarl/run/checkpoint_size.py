@@ -16,12 +16,12 @@ from megarl.resharding.families import megatron_holder
 from megarl.resharding.families.adapters import adapter_holder
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
 from megarl.resharding.piece import Holder
-from megarl.resharding.selection import ONE_PROCESS, frozen_parameters
+from megarl.resharding.selection import ONE_PROCESS, frozen_parameters, layer_matrices
 
 FLOAT32 = 4
 
-ADAM_STATES = 3
-"""Number of float32 values per trained parameter: the main weight and AdamW's two moments."""
+ADAM_STATES, MUON_STATES = 3, 2
+"""Number of float32 values per trained parameter: the main weight, and AdamW's two moments or Muon's momentum."""
 
 ENTRY_BYTES = 1900
 """Bytes of metadata per saved part of a tensor: names, shape and checksum, in the file and in the index."""
@@ -78,9 +78,11 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
     elements, rank = _elements(holder), _elements(_holder(config, layout, hf_config, layout.tp, layout.expert_tp))
     copies = dict.fromkeys(elements, 1)
     num_bytes = holder.shard.num_bytes
+    matrices = set(layer_matrices(holder) if settings.optimizer.name == "muon" else ())
     for name in _trained(settings, hf_config, holder):
-        copies[name] += ADAM_STATES
-        num_bytes += elements[name] * ADAM_STATES * FLOAT32
+        states = MUON_STATES if name in matrices else ADAM_STATES
+        copies[name] += states
+        num_bytes += elements[name] * states * FLOAT32
     if settings.section == "actor" and config.has_reference and config.algorithm.kl.renew_steps is not None:
         # A reference that is a copy of the policy has the weights' dtype; a moving average is float32.
         whole = config.algorithm.kl.renew_share == 1

@@ -71,6 +71,7 @@ LAYOUTS = {
     "PP2, no clipping": ["actor.layout.pp=2", "actor.optimizer.clip_grad_norm=0.0"],
     "DP2": ["actor.layout.dp=2"],
     "DP2, bfloat16": ["actor.layout.dp=2", "model.dtype=bfloat16"],
+    "DP2, bfloat16, Muon": ["actor.layout.dp=2", "model.dtype=bfloat16", "actor.optimizer.name=muon"],
     "TP2, without overlap": ["actor.layout.tp=2", "actor.overlap_communication=false"],
 }
 

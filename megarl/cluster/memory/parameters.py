@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -23,9 +23,9 @@ class ModelParameters:
     """The sizes of one model's shards on trainer and engine ranks. All ranks in a pipeline stage hold the same number
     of parameters, regardless of context and data parallelism."""
 
-    def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None):
+    def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None, uses_muon: bool = False):
         """lora: the adapters that are trained instead of the model; None without adapters."""
-        self._lora = lora
+        self._lora, self._uses_muon = lora, uses_muon
         self.hf_config = hf_config
         self.shape = shape_of(hf_config)
         self.count = sum(map(prod, huggingface_holder(hf_config).shapes.values()))
@@ -40,7 +40,7 @@ class ModelParameters:
         key = (layout.tp, layout.ep, layout.expert_tp, kinds, stage == 0, stage == layout.pp - 1)
         if key not in self._stages:
             rank = stage * layout.tp * layout.cp * layout.dp
-            self._stages[key] = RankParameters.of(self.hf_config, layout, rank, self._lora)
+            self._stages[key] = RankParameters.of(self.hf_config, layout, rank, self._lora, self._uses_muon)
         return self._stages[key]
 
     def _chunks(self, layout: Layout) -> list[list[range]]:
@@ -96,11 +96,12 @@ class Models:
         lora: Lora | None = None,
         draft: Mapping[str, Any] | None = None,
         teachers: Mapping[str, Mapping[str, Any]] | None = None,
+        muon: Collection[Role] = (),
     ) -> Models:
-        """Create the models from their config.json files, which include heads. `lora` describes the actor's
-        adapters."""
+        """Create the models from their config.json files, which include heads. `lora` describes the actor's adapters,
+        and `muon` contains the roles whose optimizer is Muon."""
         return cls(
-            {role: ModelParameters(c, lora if role == "actor" else None) for role, c in trained.items()},
+            {r: ModelParameters(c, lora if r == "actor" else None, r in muon) for r, c in trained.items()},
             reward,
             None if draft is None else ModelParameters(draft),
             {name: ModelParameters(hf_config) for name, hf_config in (teachers or {}).items()},

@@ -16,9 +16,10 @@ from megarl.models.mtp import trains_mtp
 from megarl.models.shape import LayerKind, ModelShape
 from megarl.ops.tile import TILE
 from megarl.resharding.families import megatron_holder
-from megarl.resharding.families.adapters import EXPERTS, SHARED, UNQUANTIZED, adapted_weights, adapter_holder
+from megarl.resharding.families.adapters import EXPERTS, SHARED, adapted_weights, adapter_holder
 from megarl.resharding.families.mtp import MTP
 from megarl.resharding.families.z_image import CAPTION_STACK
+from megarl.resharding.selection import layer_matrices
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
@@ -42,7 +43,8 @@ class RankMemory:
         gradients: P · 4, or A · 4 with adapters: the float32 buffer in which gradients are accumulated and reduced.
         optimizer: P / d · 8, or P / d · 12 for 2-byte weights: Adam's two moments and the main weights, sharded
             over d = dp · cp data-parallel ranks. Experts are sharded over the d = tp · cp · dp / (etp · ep) ranks that
-            hold the same experts. Adapters are float32 and take A / d · 8.
+            hold the same experts. Adapters are float32 and take A / d · 8. Parameters that Muon updates have one moment
+            and take P / d · 4 less.
         activations: outputs that the layers keep for microbatches whose backward pass has not yet run.
         head: hidden states of the scored rows, their gradient, and one tile of logits; on the last stage only.
     """
@@ -74,6 +76,8 @@ class RankParameters:
         merged: number of matrix elements with adapters, of which a merged copy is kept for the engines.
         constant: number of parameters that are never trained, such as SD3's position embedding.
         constant_experts: number of those in routed experts.
+        muon: number of parameters that Muon updates.
+        muon_experts: number of those in routed experts.
     """
 
     count: int
@@ -86,6 +90,8 @@ class RankParameters:
     merged: int = 0
     constant: int = 0
     constant_experts: int = 0
+    muon: int = 0
+    muon_experts: int = 0
 
     @property
     def trained(self) -> int:
@@ -102,7 +108,14 @@ class RankParameters:
         return (self.count + self.merged) * num_bytes + self.adapters * FLOAT32
 
     @classmethod
-    def of(cls, hf_config: Mapping[str, Any], layout: Layout, rank: int, lora: Lora | None = None) -> RankParameters:
+    def of(
+        cls,
+        hf_config: Mapping[str, Any],
+        layout: Layout,
+        rank: int,
+        lora: Lora | None = None,
+        uses_muon: bool = False,
+    ) -> RankParameters:
         holder = megatron_holder(hf_config, layout, rank)
         adapters, expert_adapters, merged = None, 0, 0
         if lora is not None:
@@ -113,11 +126,12 @@ class RankParameters:
             merged = sum(prod(holder.shapes[adapted.weight]) for adapted in adapted_weights(holder, lora.share_experts))
         sizes = {name: prod(size) for name, size in holder.shapes.items()}
         kept = {name for name in sizes if MTP in name and not trains_mtp(hf_config)}
-        matrices = [name for name, size in holder.shapes.items() if ".layers." in name and len(size) == 2]
+        matrices = layer_matrices(holder)
+        updated = [name for name in matrices if name not in kept] if uses_muon else []
         return cls(
             count=sum(sizes.values()),
             experts=sum(size for name, size in sizes.items() if EXPERTS in name),
-            matrices=sum(sizes[name] for name in matrices if not any(part in name for part in UNQUANTIZED)),
+            matrices=sum(sizes[name] for name in matrices),
             layers=tuple(_layers(sizes)),
             is_last=any("final_layernorm" in name or ".output_modulation." in name for name in sizes),
             adapters=adapters,
@@ -125,6 +139,8 @@ class RankParameters:
             merged=merged,
             constant=sum(size for name, size in sizes.items() if name.endswith(".position_embedding") or name in kept),
             constant_experts=sum(sizes[name] for name in kept if EXPERTS in name),
+            muon=sum(sizes[name] for name in updated),
+            muon_experts=sum(sizes[name] for name in updated if EXPERTS in name),
         )
 
 
@@ -138,6 +154,7 @@ def rank_memory(
     num_microbatches: int,
     recompute: Recompute = "none",
     lora: Lora | None = None,
+    uses_muon: bool = False,
 ) -> RankMemory:
     """Return a rank's peak memory.
 
@@ -149,7 +166,7 @@ def rank_memory(
         num_tokens: number of tokens in one microbatch on a replica.
         num_rows: number of scored rows in one microbatch on a replica.
     """
-    shape, held = shape_of(hf_config), RankParameters.of(hf_config, layout, rank, lora)
+    shape, held = shape_of(hf_config), RankParameters.of(hf_config, layout, rank, lora, uses_muon)
     stage = rank // (layout.tp * layout.cp * layout.dp)
     return stage_memory(shape, layout, stage, held, num_bytes, num_tokens, num_rows, num_microbatches, recompute)
 
@@ -171,10 +188,12 @@ def stage_memory(
     head = _head(shape, layout, rank_tokens, rank_rows, num_bytes) if held.is_last else 0
     if shape.trains_mtp and held.is_last:
         head += _mtp(shape, layout, rank_tokens, rank_rows, num_bytes, recompute)
+    has_main_weights = num_bytes != FLOAT32 and held.adapters is None
+    main_weights = optimizer_shard_size(layout, held) * FLOAT32 if has_main_weights else 0
     return RankMemory(
         weights=held.weight_bytes(num_bytes),
         gradients=held.trained * FLOAT32,
-        optimizer=optimizer_shard_size(layout, held) * (8 if num_bytes == FLOAT32 or held.adapters is not None else 12),
+        optimizer=_moment_bytes(layout, held) + main_weights,
         activations=_activations(shape, layout, held.layers, in_flight, rank_tokens, num_bytes, recompute),
         head=head,
     )
@@ -182,15 +201,26 @@ def stage_memory(
 
 def optimizer_shard_size(layout: Layout, held: RankParameters) -> int:
     """Return the number of parameters that a rank updates, P / d as in RankMemory."""
-    dense = (held.trained - held.trained_experts) // (layout.dp * layout.cp)
-    return dense + held.trained_experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
+    return _shard_size(layout, held.trained, held.trained_experts)
+
+
+def _shard_size(layout: Layout, count: int, experts: int) -> int:
+    """Return a data-parallel rank's share of `count` parameters, of which `experts` are in routed experts."""
+    dense = (count - experts) // (layout.dp * layout.cp)
+    return dense + experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
+
+
+def _moment_bytes(layout: Layout, held: RankParameters) -> int:
+    """Return the size in bytes of a rank's moments: two per parameter, but only one if Muon updates it."""
+    saved = _shard_size(layout, held.muon, held.muon_experts)
+    return (2 * optimizer_shard_size(layout, held) - saved) * FLOAT32
 
 
 def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
-    """Return the number of bytes that a rank writes to a checkpoint, P / d · (b + 12): the weights that it updates (b
-    bytes each), and their main weights and Adam moments in float32."""
+    """Return the number of bytes that a rank writes to a checkpoint, P / d · (b + 12) with AdamW: the weights that it
+    updates (b bytes each), and their main weights and moments in float32."""
     weight_bytes = num_bytes if held.adapters is None else FLOAT32
-    return optimizer_shard_size(layout, held) * (weight_bytes + 3 * FLOAT32)
+    return optimizer_shard_size(layout, held) * (weight_bytes + FLOAT32) + _moment_bytes(layout, held)
 
 
 def forward_bytes(

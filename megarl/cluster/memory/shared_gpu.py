@@ -233,5 +233,5 @@ def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> i
 
 def _memory(config: Config, settings: Placed, hf_config: Mapping[str, Any], rank: int) -> RankMemory:
     """Return the memory of a rank between two steps, without activations."""
-    num_bytes = item_bytes(config)
-    return rank_memory(hf_config, settings.layout, rank, num_bytes, 0, 0, 1, lora=settings.adapters)
+    num_bytes, muon = item_bytes(config), settings.section in config.muon_roles
+    return rank_memory(hf_config, settings.layout, rank, num_bytes, 0, 0, 1, lora=settings.adapters, uses_muon=muon)

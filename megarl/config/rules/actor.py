@@ -23,6 +23,15 @@ def adapters_exclude_patterns(config: Config) -> Iterator[str]:
         )
 
 
+def adapters_exclude_muon(config: Config) -> Iterator[str]:
+    name, rank = config.actor.optimizer.name, config.actor.lora.rank
+    if rank is not None and name == "muon":
+        yield (
+            f"actor.optimizer.name={name}: actor.lora.rank={rank} trains only adapters, which only AdamW supports. "
+            "Fix: set actor.optimizer.name=adamw or actor.lora.rank=null"
+        )
+
+
 def adapters_exclude_new_heads(config: Config) -> Iterator[str]:
     """A new score or value head has no adapter, so it would not be trained."""
     rank = config.actor.lora.rank
@@ -149,6 +158,7 @@ def engine_overrides_allow_route_replay(config: Config) -> Iterator[str]:
 
 RULES = (
     adapters_exclude_patterns,
+    adapters_exclude_muon,
     adapters_exclude_new_heads,
     adapters_exclude_training_mtp,
     objective_allows_training_mtp,

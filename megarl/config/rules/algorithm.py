@@ -112,6 +112,7 @@ def trust_region_requirements_are_met(config: Config) -> Iterator[str]:
         "batch.epochs": (1, "TRPO makes a single update per step"),
         "model.dtype": ("float32", "TRPO's finite differences are too small for other dtypes"),
         "actor.lora.rank": (None, "TRPO's vectors have the shapes of the full weights"),
+        "actor.optimizer.name": ("adamw", "TRPO's step replaces the optimizer's"),
         "critic.shared_backbone": (False, "TRPO's divergence does not include a value head"),
         "algorithm.correction.old": ("trainer", "TRPO's divergence from the old policy must start at 0"),
     }

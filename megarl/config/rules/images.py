@@ -101,6 +101,7 @@ NEEDED = {
     "algorithm.correction.weight": ((None, "token"), "denoising steps have no sequence-level ratio"),
     "algorithm.correction.mask": ((None, "token"), "denoising steps have no sequence-level ratio"),
     "algorithm.trust_region.kl_limit": ((None,), "TRPO's divergence is defined for tokens"),
+    "actor.optimizer.name": (("adamw",), "Muon is tested only with language models"),
     "logprob_check.mask": (("token",), "each denoising step is masked on its own"),
 }
 """Key -> the values that image models support (error messages suggest the first one), and the reason."""

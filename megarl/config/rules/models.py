@@ -27,6 +27,16 @@ def fp8_needs_bfloat16(config: Config, trained: Trained) -> Iterator[str]:
         )
 
 
+def muon_needs_float32_momentum(config: Config, trained: Trained) -> Iterator[str]:
+    name, section = "use_precision_aware_optimizer", trained.section
+    if trained.optimizer.name == "muon" and trained.megatron_overrides.optimizer.get(name):
+        yield (
+            f"{section}.megatron_overrides.optimizer.{name}=true: it changes the dtypes of AdamW's state, but with "
+            f"{section}.optimizer.name=muon the state is float32. Fix: remove the override, or set "
+            f"{section}.optimizer.name=adamw"
+        )
+
+
 def schedule_lengths_are_whole_updates(config: Config, trained: Trained) -> Iterator[str]:
     schedule = trained.optimizer.schedule
     for name, length in (("warmup", schedule.warmup), ("decay", schedule.decay)):
@@ -106,6 +116,7 @@ RULES = (critic_warmup_ends_before_the_run,)
 
 TRAINED_RULES = (
     fp8_needs_bfloat16,
+    muon_needs_float32_momentum,
     schedule_lengths_are_whole_updates,
     wsd_requires_decay,
     schedule_ends_below_its_peak,

@@ -54,14 +54,15 @@ def _tracker(name: TrackerName) -> KeyRequirement:
     return KeyRequirement(f"run.trackers=[{name}]", lambda config: name in config.run.trackers, (f"trackers.{name}",))
 
 
-def _schedule(section: str) -> tuple[KeyRequirement, KeyRequirement]:
-    """Return the requirements for a trained model's learning-rate schedule."""
+def _optimizer(section: str) -> tuple[KeyRequirement, ...]:
+    """Return the requirements for a trained model's optimizer and learning-rate schedule."""
     prefix = f"{section}.optimizer.schedule"
 
     def name(config: Config) -> str:
         return getattr(config, section).optimizer.schedule.name
 
     return (
+        _if_equal(f"{section}.optimizer.name=muon", (f"{section}.optimizer.momentum",)),
         KeyRequirement(f"{prefix}.name=wsd", lambda config: name(config) == "wsd", (f"{prefix}.decay",)),
         KeyRequirement(f"{prefix}.name=cosine", lambda config: name(config) != "constant", (f"{prefix}.min_lr",)),
     )
@@ -201,7 +202,7 @@ KEY_REQUIREMENTS = (
     ),
     _if_set("algorithm.kl.renew_steps=1", {"algorithm.kl.renew_share": 1.0}),
     _if_set("algorithm.trust_region.kl_limit=0.01", ("algorithm.trust_region",)),
-    *(requirement for section in ("actor", "critic", "implicit_reward") for requirement in _schedule(section)),
+    *(requirement for section in ("actor", "critic", "implicit_reward") for requirement in _optimizer(section)),
     KeyRequirement("actor.lora.rank=16", lambda config: config.actor.adapters is not None, ("actor.lora",)),
     _if_set("reward_model.path=PATH", ("reward_model",)),
     _if_equal("reward_model.engine=megatron", {"reward_model.offload": []}),

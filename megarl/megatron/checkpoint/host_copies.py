@@ -26,7 +26,6 @@ from megarl.core.errors import InfrastructureFailure
 from megarl.core.files import DISK_FULL, parse_object
 from megarl.megatron import random_state
 from megarl.megatron.checkpoint.optimizer_state import (
-    KEYS,
     WEIGHT,
     OnDevice,
     initialize,
@@ -175,7 +174,7 @@ def save(
         for number, owned in enumerate(owned_ranges(optimizer)):
             with on_device(owned.state()):
                 state = {WEIGHT: owned.weight()} | dict(owned.values())
-                for key in (WEIGHT, *KEYS):
+                for key in (WEIGHT, *owned.keys):
                     tensors[f"{number}.{key}"].copy_(state[key].view(-1), non_blocking=True)
         for name, tensor in others.items():
             tensors[name].copy_(tensor, non_blocking=True)
@@ -198,7 +197,7 @@ def restore(
     counters = values["counters"]
     num_updates = int(counters["num_updates"])
     for number, owned in enumerate(owned_ranges(optimizer)):
-        owned.set_values({key: tensors[f"{number}.{key}"] for key in (WEIGHT, *KEYS)}, num_updates)
+        owned.set_values({key: tensors[f"{number}.{key}"] for key in (WEIGHT, *owned.keys)}, num_updates)
     set_count(optimizer, num_updates)
     named, snapshots = named_tensors(chunks), weight_snapshots.state()
     for name in others.keys() & named.keys():
@@ -228,7 +227,7 @@ def _specs(optimizer: MegatronOptimizer, others: Mapping[str, torch.Tensor]) -> 
     for number, owned in enumerate(owned_ranges(optimizer)):
         shape = (owned.stop - owned.start,)
         specs[f"{number}.{WEIGHT}"] = Spec(owned.parameter.dtype, shape)
-        specs |= {f"{number}.{key}": Spec(torch.float32, shape) for key in KEYS}
+        specs |= {f"{number}.{key}": Spec(torch.float32, shape) for key in owned.keys}
     return specs | {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in others.items()}
 
 

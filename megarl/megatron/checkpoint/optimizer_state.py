@@ -1,4 +1,4 @@
-"""Saves AdamW state to checkpoints that load under any layout. Every rank writes and reads only its own range.
+"""Saves optimizer state to checkpoints that load under any layout. Every rank writes and reads only its own range.
 
 Megatron keeps the state in flat buckets, each split evenly over the data-parallel ranks, so a rank owns a range of
 elements in a flattened parameter. In the checkpoint the state is a tensor of the parameter's shape. The range consists
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,10 @@ from megarl.resharding.piece import Rectangle, flat_span, shape_of, whole
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
-"""Megatron's names for the main weights and the two moments, all float32."""
+"""Megatron's names for the main weights and AdamW's two moments, all float32."""
+
+MOMENTUM = "momentum_buffer"
+"""Name of Muon's momentum, float32. It replaces the moments of the parameters that Muon updates."""
 
 WEIGHT = "weight"
 """Name of the model weights, which may have lower precision than the main weights."""
@@ -57,7 +61,7 @@ def sharded(
             with on_device(owned.state()):
                 state = owned.values()
                 values = {"": owned.weight()}
-                values |= {f"{PREFIX}{key}.": state[key].float() for key in KEYS}
+                values |= {f"{PREFIX}{key}.": state[key].float() for key in owned.keys}
                 copied = {prefix: part.to("cpu", copy=True) for prefix, part in values.items()}
             for prefix, part in copied.items():
                 for extent in owned.extents(shard, prefix):
@@ -87,9 +91,8 @@ def restore(
         stored_keys: keys of all trained weights and their state in the checkpoint.
     """
     initialize(optimizer)
-    prefixes = {WEIGHT: ""} | {key: f"{PREFIX}{key}." for key in KEYS}
     extents = [
-        (owned, {name: owned.extents(models[owned.parameter], prefix) for name, prefix in prefixes.items()})
+        (owned, {name: owned.extents(models[owned.parameter], prefix) for name, prefix in owned.prefixes.items()})
         for owned in owned_ranges(optimizer)
     ]
     rank_keys = {extent.key for _, states in extents for parts in states.values() for extent in parts}
@@ -105,10 +108,12 @@ def restore(
 
 
 def initialize(optimizer: MegatronOptimizer) -> None:
-    """Create the moments, which Megatron otherwise creates in the first update."""
+    """Create momentum and moments, which otherwise are created in the first update."""
+    for owned in owned_ranges(optimizer):
+        if owned.uses_muon and MOMENTUM not in owned.optimizer_state:
+            owned.optimizer_state[MOMENTUM] = torch.zeros_like(owned.main)
     for part in parts_of(optimizer):
-        if not part.optimizer.state:
-            part.init_state_fn(part.optimizer, part.config)
+        part.init_state_fn(part.optimizer, part.config)  # skips parameters that have state
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,29 +125,58 @@ class OwnedRange:
     start: int
     stop: int
 
+    @property
+    def uses_muon(self) -> bool:
+        return getattr(self.parameter, "uses_muon", False)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the range's main weights and state."""
+        return ("param", MOMENTUM) if self.uses_muon else KEYS
+
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """The names of the range's weights, main weights and state -> prefix of their keys in a checkpoint."""
+        return {WEIGHT: ""} | {key: f"{PREFIX}{key}." for key in self.keys}
+
+    @property
+    def param_group(self) -> dict[str, Any]:
+        """The optimizer's parameter group that contains the main weights."""
+        index, _ = self.part.model_param_group_index_map[self.parameter]
+        return self.part.optimizer.param_groups[index]
+
+    @property
+    def main(self) -> torch.Tensor:
+        """The main weights, flat."""
+        _, number = self.part.model_param_group_index_map[self.parameter]
+        return self.param_group["params"][number]
+
+    @property
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's own state for the range; empty before the first update."""
+        return self.part.optimizer.state[self.main]
+
     def state(self) -> list[torch.Tensor]:
         """Return all optimizer tensors for the range."""
-        param_group, number = self.part.model_param_group_index_map[self.parameter]
-        main = self.part.optimizer.param_groups[param_group]["params"][number]
-        state = self.part.optimizer.state.get(main, {}).values()
-        return [main, *(value for value in state if isinstance(value, torch.Tensor))]
+        state = self.part.optimizer.state.get(self.main, {}).values()
+        return [self.main, *(value for value in state if isinstance(value, torch.Tensor))]
 
     def values(self) -> Mapping[str, torch.Tensor]:
-        """Return the range's state, keyed by KEYS. Before the first update the moments do not exist, so zeros are
-        returned; they are on the host because an engine may occupy the device."""
+        """Return the range's state by name. Before the first update the moments do not exist, so zeros are returned;
+        they are on the host because an engine may occupy the device."""
         if self.part.optimizer.state:
             return self.part._get_main_param_and_optimizer_states(self.parameter)
-        main, *_ = self.state()
-        return dict(zip(KEYS, (main, torch.zeros(main.shape), torch.zeros(main.shape)), strict=True))
+        main_key, *others = self.keys
+        return {main_key: self.main} | {key: torch.zeros(self.main.shape) for key in others}
 
     def weight(self) -> torch.Tensor:
         """Return the range's model weights, without copying."""
         return self.parameter.view(-1)[self.start : self.stop]
 
     def set_values(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
-        """Set the range's weights and state, keyed by WEIGHT and KEYS."""
+        """Set the range's weights and state, given by name."""
         self.weight().copy_(tensors[WEIGHT])
-        state = {key: tensors[key] for key in KEYS}
+        state = {key: tensors[key] for key in self.keys}
         if kernels.adam() == kernels.TORCH_ADAM:
             state["step"] = torch.tensor(float(num_updates))  # Megatron expects every state entry
         self.part._set_main_param_and_optimizer_states(self.parameter, state)
@@ -157,7 +191,7 @@ class OwnedRange:
         """Return the part of the range's values that lies in a rectangle of the parameter."""
         strides = self.parameter.stride()
         first = sum(start * stride for (start, _), stride in zip(rectangle, strides, strict=True))
-        return values.as_strided(shape_of(rectangle), strides, first - self.start)
+        return values.as_strided(shape_of(rectangle), strides, values.storage_offset() + first - self.start)
 
     def read(self, stored: TorchDistFolder, extents: list[Extent]) -> torch.Tensor:
         """Read the range's values from a checkpoint. Padding that the checkpoint lacks is 0."""
@@ -222,8 +256,9 @@ def set_count(optimizer: MegatronOptimizer, num_updates: int) -> None:
     for part in parts_of(optimizer):
         if kernels.adam() == kernels.TORCH_ADAM:
             for main, state in part.optimizer.state.items():
-                # The fused kernel requires the step on the device.
-                state["step"] = torch.tensor(float(num_updates), device=main.device)
+                if MOMENTUM not in state:
+                    # The fused kernel requires the step on the device.
+                    state["step"] = torch.tensor(float(num_updates), device=main.device)
         else:
             for param_group in part.optimizer.param_groups:
                 param_group["step"] = num_updates

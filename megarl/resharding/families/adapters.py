@@ -27,7 +27,7 @@ DTYPE = "float32"
 EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
 """Substrings of local parameter names: of expert parameters, and of factors shared by all experts in a layer."""
 
-_LAYER = ".layers."
+LAYER = ".layers."
 UNQUANTIZED = (".mlp.router.", ".shared_experts.gate_weight", ".modulation.", ".caption_modulation.", ".eh_proj.")
 """Substrings of the names of matrices in layers that are never quantized and have no adapters."""
 
@@ -74,7 +74,7 @@ def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
     return [
         _adapted(name, pieces, share_experts)
         for name, pieces in holder.shard.by_parameter().items()
-        if _LAYER in name and not any(part in name for part in NOT_ADAPTED) and len(holder.shapes[name]) == 2
+        if LAYER in name and not any(part in name for part in NOT_ADAPTED) and len(holder.shapes[name]) == 2
     ]
 
 

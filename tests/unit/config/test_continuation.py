@@ -113,6 +113,7 @@ def test_listed_keys_may_change(allowed: str, overrides: list[str], changes: lis
     ("allowed", "override"),
     [
         ("actor.optimizer", "actor.optimizer.beta1=0.8"),  # a checkpoint restores Adam's options
+        ("actor.optimizer", "actor.optimizer.name=muon"),
         ("actor.optimizer.lr", "rollout.temperature=0.5"),
         ("rollout.top_p", "rollout.top_k=3"),
         ("algorithm", "algorithm.advantage.estimator=gae"),

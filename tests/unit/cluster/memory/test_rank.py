@@ -48,6 +48,15 @@ def test_state_of_a_known_model_has_its_size():
     assert memory.total == 18 * PARAMETERS
 
 
+@pytest.mark.parametrize(("model", "sizes"), [(QWEN_1_5B, {"dp": 2}), (MIXTRAL_8X7B, {"tp": 2, "etp": 1, "ep": 2})])
+def test_muon_has_one_moment_less_per_matrix(model, sizes):
+    adamw, muon = (rank_memory(model, layout(**sizes), 0, 2, 0, 0, 1, uses_muon=muon) for muon in (False, True))
+    vocabulary = model["vocab_size"] * model["hidden_size"] * (1 if model["tie_word_embeddings"] else 2)
+    assert muon.weights == adamw.weights
+    # Biases, norms and routers, which are negligible, have two moments.
+    assert muon.optimizer == pytest.approx(8 / 12 * adamw.optimizer + 4 / 2 * vocabulary, rel=1e-3)
+
+
 def test_dp_shards_the_optimizer_and_tp_shards_all_state():
     whole, quarter = (rank_memory(QWEN_1_5B, layout(**sizes), 0, 2, 0, 0, 1) for sizes in ({}, {"dp": 2, "tp": 2}))
     assert quarter.optimizer == pytest.approx(whole.optimizer / 4, rel=1e-3)  # norms are on all ranks

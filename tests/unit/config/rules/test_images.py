@@ -56,6 +56,10 @@ def test_token_objectives_are_rejected_by_name(name):
             ["rollout.denoising={num_steps: 8, sde_steps: 5}"],
             "rollout.denoising.sde_steps=5: only steps 0 to 3 can be drawn. Fix: set rollout.denoising.sde_steps=4",
         ),
+        (
+            ["actor.optimizer.name=muon"],
+            "actor.optimizer.name=muon: with rollout.engine=diffusers, Muon is tested only with language models. Fix",
+        ),
         (["rollout.tp=2"], "rollout.tp=2: has no effect unless rollout.engine=vllm"),
         (
             ["rollout.kv_cache_on_update=recompute", "rollout.max_staleness=1"],

@@ -19,6 +19,10 @@ LORA = "actor.lora.rank=8"
             "actor.optimizer.no_weight_decay=['model.norm.*']: the patterns select tensors of the model, but",
         ),
         (
+            ["actor.optimizer.name=muon"],
+            "actor.optimizer.name=muon: actor.lora.rank=8 trains only adapters, which only AdamW supports. Fix: set",
+        ),
+        (
             ["algorithm.objective.name=reward_model", "data.format=preferences"],
             "actor.lora.rank=8: with algorithm.objective.name=reward_model the actor has a new score head, which would",
         ),

@@ -17,6 +17,21 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
             "actor.fp8=delayed: fp8 matrix products need parameters and activations in bfloat16,",
         ),
         (
+            [GAE, "critic.optimizer={name: muon}", "actor.optimizer.momentum=0.9"],
+            "actor.optimizer.momentum=0.9: has no effect unless actor.optimizer.name=muon. Fix",
+        ),
+        (
+            [
+                *(GAE, "critic.optimizer.name=muon"),
+                "critic.megatron_overrides.optimizer={use_precision_aware_optimizer: true}",
+            ],
+            (
+                "critic.megatron_overrides.optimizer.use_precision_aware_optimizer=true: it changes the dtypes of "
+                "AdamW's state, but with critic.optimizer.name=muon the state is float32. Fix: remove the override, or "
+                "set critic.optimizer.name=adamw"
+            ),
+        ),
+        (
             ["actor.optimizer.schedule.warmup=2.5"],
             (
                 "actor.optimizer.schedule.warmup=2.5: a value of 1 or more is a number of updates and must be an "
@@ -62,6 +77,8 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
     [
         ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 5, decay: 0.5}"],
         ["actor.optimizer.schedule={name: cosine, warmup: 200, min_lr: 1e-6}"],
+        ["actor.optimizer={name: muon, momentum: 0.9}"],
+        ["actor.megatron_overrides.optimizer={use_precision_aware_optimizer: true}"],
     ],
 )
 def test_edge_of_a_rule_is_accepted(overrides: list[str]) -> None:

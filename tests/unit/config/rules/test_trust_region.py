@@ -41,6 +41,10 @@ def test_minimal_recipe_is_valid() -> None:
             ),
         ),
         (
+            "actor.optimizer.name=muon",
+            "TRPO's step replaces the optimizer's. Fix: set actor.optimizer.name=adamw, or algorithm.trust_region.kl",
+        ),
+        (
             "algorithm.correction.old=rollout",
             "TRPO's divergence from the old policy must start at 0. Fix: set algorithm.correction.",
         ),

@@ -1,0 +1,175 @@
+"""Muon in every kind of layout against plain torch, with whole matrices and an exact singular value decomposition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config.schema import Config
+from tests.closeness import Expected, expected
+from tests.distributed.test_checkpoint import check_round_trip
+from tests.distributed.test_host_copies import check as check_copies
+from tests.distributed.test_offload import offload_and_reload, undisturbed
+from tests.forked import run_ranks
+from tests.grpo_reference import GrpoReference
+from tests.parity import (
+    EPS,
+    LR,
+    TEMPERATURE,
+    Group,
+    Outcome,
+    assert_same_training,
+    branching_group,
+    config_of,
+    plain_outcome,
+    random_groups,
+    train,
+)
+from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.transformer_engine_training import train_all
+
+DECAY, MOMENTUM = 0.5, 0.9
+MUON = f"actor.optimizer={{name: muon, weight_decay: {DECAY}, momentum: {MOMENTUM}}}"
+# The momentum of the second update differs from its gradient.
+UPDATES = [random_groups(seed) for seed in range(2)]
+# With these sizes, Megatron pads its buffers between parameters, and ranges end within rows.
+SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4)
+
+DENSE = {
+    "1 process": "",
+    "DP2": "dp: 2",
+    "TP2, SP": "tp: 2, sequence_parallel: true",
+    "PP2": "pp: 2",
+    "PP2, TP2": "pp: 2, tp: 2",
+}
+EXPERTS = {"EP2": "dp: 2, ep: 2", "EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1"}
+
+
+class PlainMuon:
+    """Muon for the matrices in layers, and AdamW for all other parameters. Layers have no other matrices than
+    projections and routers."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._model, self._momenta = model, {}
+        named = dict(model.named_parameters())
+        self._matrices = [n for n in named if ".layers." in n and named[n].dim() > 1 and not n.endswith(".gate.weight")]
+        others = [name for name in named if name not in self._matrices]
+        undecayed = [named[name] for name in others if "norm" in name]
+        decayed = [named[name] for name in others if "norm" not in name]
+        self._adamw = torch.optim.AdamW(
+            [{"params": undecayed, "weight_decay": 0.0}, {"params": decayed, "weight_decay": DECAY}], lr=LR, eps=EPS
+        )
+
+    def zero_grad(self) -> None:
+        self._model.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._adamw.step()
+        for name, weight in self._model.named_parameters():
+            if name in self._matrices:
+                momentum = self._momenta[name] = MOMENTUM * self._momenta.get(name, 0) + weight.grad
+                weight *= 1 - LR * DECAY
+                parts = zip(matrices(name, weight), matrices(name, weight.grad + MOMENTUM * momentum), strict=True)
+                for part, direction in parts:
+                    part -= LR * 0.2 * max(part.shape) ** 0.5 * newton_schulz(direction)
+
+
+def matrices(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the matrices in a parameter of transformers, which stacks experts and their gate and up projections."""
+    for matrix in tensor if tensor.dim() == 3 else [tensor]:
+        yield from matrix.chunk(2 if name.endswith("gate_up_proj") else 1)
+
+
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the result of five steps, which apply a polynomial to the singular values."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / (values.norm() + 1e-7)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left * values @ right
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("dense"), tied=False, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"))
+
+
+def plain_training(folder: Path, updates: list[list[Group]] = UPDATES) -> Expected[Outcome]:
+    def trained() -> Outcome:
+        reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)
+        reference.optimizer = PlainMuon(reference.model)
+        return plain_outcome(reference, updates, kl_coefficient=0.0)
+
+    return expected(trained)
+
+
+@pytest.fixture(scope="module")
+def dense_outcome(dense: Path) -> Expected[Outcome]:
+    return plain_training(dense)
+
+
+@pytest.fixture(scope="module")
+def expert_outcome(experts: Path) -> Expected[Outcome]:
+    return plain_training(experts)
+
+
+def muon_config(folder: Path, layout: str, *overrides: str) -> Config:
+    return config_of(folder, MUON, "actor.tokens_per_microbatch=256", f"actor.layout={{{layout}}}", *overrides)
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_updates_equal_plain_torch(dense, dense_outcome, layout):
+    config = muon_config(dense, DENSE[layout])
+    ranks = run_ranks(config.actor.layout.world_size, train, config, dense, UPDATES)
+    assert_same_training(dense, ranks, dense_outcome)
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_updates_of_experts_equal_plain_torch(experts, expert_outcome, layout):
+    config = muon_config(experts, EXPERTS[layout])
+    ranks = run_ranks(config.actor.layout.world_size, train, config, experts, UPDATES)
+    assert_same_training(experts, ranks, expert_outcome)
+
+
+def test_transformer_engine_updates_other_parameters(dense, experts, tmp_path):
+    """Transformer Engine's Adam skips the matrices."""
+    cases = {name: (str(folder), [MUON], {}) for name, folder in (("dense", dense), ("experts", experts))}
+    trained = train_all(tmp_path, cases)
+    for name, folder in (("dense", dense), ("experts", experts)):
+        assert "Transformer Engine's FusedAdam" in trained[name].kernels
+        plain = plain_training(folder, [[*random_groups(0), branching_group(0)]])
+        assert_same_training(folder, [trained[name].rank], plain)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpoints_survive_a_round_trip_of_layouts(dense, tmp_path, dtype):
+    check_round_trip(dense, None, tmp_path, ("pp: 2", "tp: 2"), MUON, f"model.dtype={dtype}")
+
+
+def test_expert_checkpoints_survive_a_round_trip(experts, tmp_path):
+    check_round_trip(experts, None, tmp_path, ("dp: 2, ep: 2", ""), MUON, "model.dtype=bfloat16")
+
+
+def test_restored_ranks_continue_bit_for_bit(dense, tmp_path):
+    check_copies(muon_config(dense, "dp: 2", "model.dtype=bfloat16"), dense, tmp_path)
+
+
+def test_optimizer_is_offloaded_with_one_moment_per_matrix(dense):
+    config = muon_config(dense, "dp: 2", "model.dtype=bfloat16")
+    reference = run_ranks(2, undisturbed, config, dense)
+    for (freed, num_parameters, weights), other in zip(
+        run_ranks(2, offload_and_reload, config, dense), reference, strict=True
+    ):
+        vocabulary = 2 * 128 * SIZES["hidden_size"]
+        size = (8 * num_parameters + 4 * vocabulary) / 2  # norms are negligible
+        assert size * 0.98 <= freed["optimizer"] <= size * 1.1
+        assert weights == other
