@@ -81,7 +81,7 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
     for name in _trained(settings, hf_config, holder):
         copies[name] += ADAM_STATES
         num_bytes += elements[name] * ADAM_STATES * FLOAT32
-    if settings.section == "actor" and config.has_reference and config.algorithm.kl.renew_steps is not None:
+    if settings.section == "actor" and config.keeps_reference and config.algorithm.kl.renew_steps is not None:
         # A reference that is a copy of the policy has the weights' dtype; a moving average is float32.
         whole = config.algorithm.kl.renew_share == 1
         num_bytes += holder.shard.num_bytes if whole else sum(elements.values()) * FLOAT32

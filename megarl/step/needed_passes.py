@@ -7,6 +7,7 @@ from typing import Literal
 
 from megarl.algorithms.specs import BASELINE_KINDS
 from megarl.config.algorithm_schema import KL
+from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
 
 PassName = Literal["old log-probs", "reference log-probs", "teacher log-probs", "implicit rewards", "critic values"]
@@ -42,9 +43,13 @@ def _reference_log_probs(config: Config) -> Pass:
 def _teacher_log_probs(config: Config) -> list[Pass]:
     """Return the teachers' pass, or an empty list without teachers."""
     coefficient = config.algorithm.distillation.coefficient
-    names = ", ".join(teacher.name for teacher in config.teachers.models)
+    names = ", ".join(map(_described, config.teachers.models))
     reason = f"algorithm.distillation.coefficient={coefficient:g}; teachers: {names}"
     return [Pass("teacher log-probs", config.has_teachers, reason)] if names else []
+
+
+def _described(teacher: Teacher) -> str:
+    return teacher.name if teacher.path is not None else f"{teacher.name} (the {teacher.weights} with another prompt)"
 
 
 def _critic_values(config: Config) -> Pass:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.groups.teachers import all_log_probs
+from megarl.cluster.groups.teachers import SelfTeacher, all_log_probs
 from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import Scores, Updates, add_scores
 from megarl.cluster.workers import Workers
 from megarl.config.model_schema import Role
@@ -67,8 +69,22 @@ def _teacher_log_probs(
     metrics. Both are empty in steps that do not train the actor."""
     if not workers.teachers or not config.trains_actor_in(number):
         return {}, {}
-    workers.trained.offload_all().result()  # an attempt that lost a rank may have left their states on the devices
-    return all_log_probs(workers.teachers, [sample for update in updates for sample in samples_of(update)])
+    samples = [sample for update in updates for sample in samples_of(update)]
+    selves = [teacher for teacher in workers.teachers if isinstance(teacher, SelfTeacher)]
+    scores, metrics = {}, {}
+    if others := [teacher for teacher in workers.teachers if not isinstance(teacher, SelfTeacher)]:
+        workers.trained.offload_all().result()  # an attempt that lost a rank may have left their states on the devices
+        scores, metrics = all_log_probs(others, samples)
+    if selves:
+        begin = time.perf_counter()
+        passes: dict[Role, Callable[[], Pending[list[Scores]]]] = {
+            "actor": lambda: join([teacher.log_probs(samples) for teacher in selves])
+        }
+        results = workers.trained.run(passes, parts=("parameters",))["actor"]
+        scores |= {teacher.scores: result for teacher, result in zip(selves, results, strict=True)}
+        seconds = metrics["teachers/seconds"].value if metrics else 0.0
+        metrics = {"teachers/seconds": Metric(seconds + time.perf_counter() - begin)}
+    return scores, metrics
 
 
 def _prepare_pairs(

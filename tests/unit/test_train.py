@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms.baselines import MovingAverage
+from megarl.cluster.groups.teachers import SelfTeacher
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.trained_models import TrainedModels
@@ -319,6 +320,31 @@ def test_teachers_score_the_actors_samples_before_passes():
         given = {name: value for name, value in item.scores.items() if name.startswith("teacher/")}
         assert given == {name: f"{name} of {item.id}" for name in names}
     assert not any(name.startswith("teacher/") for update in critic.updates for item in update for name in item.scores)
+
+
+def test_self_teacher_computes_on_the_actors_devices(monkeypatch):
+    """After other teachers, for which the trained models' states leave the devices."""
+    models = "teachers.models=[{name: hinted, prompt_column: hint}, {name: a, path: x}]"
+    settings = config("data.source=rows.jsonl", models, "teachers.tokens_per_microbatch=64")
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    log: list[str] = []
+
+    def note(method: str) -> None:
+        inner = getattr(TrainedModels, method)
+        logged = lambda *arguments, **options: [log.append(method), inner(*arguments, **options)][1]  # noqa: E731
+        monkeypatch.setattr(TrainedModels, method, logged)
+
+    note("run")
+    note("offload_all")
+    actor = Group()
+    hinted = SelfTeacher(settings.self_teachers[0], actor)
+    monkeypatch.setattr(hinted, "log_probs", Teacher("hinted", log, "p0").log_probs)
+    workers = replace(workers_of(actor, None), teachers=[hinted, Teacher("a", log, "p0", "p1")])
+    metrics = train(settings, workers, rollouts_of(groups), 1, MovingAverage())
+    assert log[:4] == ["offload_all", "teacher/a", "run", "teacher/hinted"]
+    assert metrics["teachers/seconds"].value >= 0
+    for item in (item for update in actor.updates for item in update):
+        assert ("teacher/hinted" in item.scores) == (item.prompt_id == "p0")
 
 
 def test_teachers_rest_while_only_the_critic_is_trained():

@@ -32,8 +32,48 @@ def teacher_sources_require_source_column(config: Config) -> Iterator[str]:
         )
 
 
+def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
+    for teacher in config.teachers.models:
+        if teacher.path is None and teacher.prompt_column is None:
+            yield (
+                f"teachers.models: {teacher.name} with path=null and prompt_column=null: without a path, the teacher "
+                "is the policy itself, and there is nothing to learn from its log-probs of its own prompts. Fix: set "
+                "path, or set prompt_column to a column with prompts that contain a hint"
+            )
+        if teacher.path is None and teacher.revision is not None:
+            yield (
+                f"teachers.models: {teacher.name} with revision={teacher.revision}: has no effect with path=null. Fix: "
+                "set path, or remove revision"
+            )
+        if teacher.path is not None and teacher.weights == "reference":
+            yield (
+                f"teachers.models: {teacher.name} with weights=reference: has no effect with path={teacher.path}. Fix: "
+                "remove weights, or set path=null for the actor's reference"
+            )
+
+
+def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
+    teacher = next((teacher for teacher in config.teachers.models if teacher.prompt_column is not None), None)
+    if teacher is None or config.is_offline:
+        return
+    entry = f"teachers.models: {teacher.name} with prompt_column={teacher.prompt_column}"
+    if config.data.is_procedural:
+        yield (
+            f"{entry}: data.source={config.data.source} has no such column. Fix: set data.source to a .jsonl or "
+            ".parquet file with this column"
+        )
+    if config.has_environment and config.actor.experts.replay_routes:
+        yield (
+            f"{entry}: with actor.experts.replay_routes=true, megarl cannot tell whether a rollout of "
+            f"environment.class={config.environment.name} starts with its row's prompt. Fix: set "
+            "actor.experts.replay_routes=false"
+        )
+
+
 RULES = (
     teachers_have_distinct_names,
+    teachers_without_a_path_see_another_prompt,
+    prompt_columns_require_rows_of_files,
     distillation_alone_needs_no_rounds,
     teacher_sources_require_source_column,
 )

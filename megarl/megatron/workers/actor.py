@@ -67,7 +67,7 @@ class ActorWorker(TrainerWorker):
         """Coefficient of the KL to the reference. Changes between steps if algorithm.kl.adaptive_target is set."""
         self._penalty: float | None = None
         """Penalty of the objective kl_penalty, adapted to penalty_target; None before the first adaptation."""
-        if config.has_reference and self.adapters is None:
+        if config.keeps_reference and self.adapters is None:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
         self._token_details = TokenDetails(config.num_detailed_groups)
         self._advantages: dict[str, float] = {}
@@ -140,7 +140,7 @@ class ActorWorker(TrainerWorker):
         If a later epoch may place the samples on different ranks, one rank per data-parallel replica returns the
         results: name in TokenBatch -> sample id -> float32 [R] on the host.
         """
-        with self._reference() if policy == "reference" else nullcontext():
+        with self._weights_of(policy):
             scored = self._forward(batch, replays=policy == "old")
         columns = {policy: 0} | ({"values": 2} if policy == "old" and self._config.actor_has_values else {})
         kept = {name: {sample: values[:, i] for sample, values in scored.items()} for name, i in columns.items()}
@@ -149,6 +149,16 @@ class ActorWorker(TrainerWorker):
         if not self._config.moves_samples(self._settings) or not parallel.returns_results():
             return {}
         return {name: {sample: score.cpu() for sample, score in scores.items()} for name, scores in kept.items()}
+
+    def teacher_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, torch.Tensor]:
+        """Run a forward-only pass, without replayed routes, on samples with privileged prompts. Return sample id -> the
+        policy's log-prob of each response token, float32 [R] on the host. One rank per data-parallel replica returns
+        the log-probs."""
+        with self._weights_of(policy):
+            scored = self._forward(batch, replays=False)
+        if not parallel.returns_results():
+            return {}
+        return {name: columns[:, 0].cpu() for name, columns in scored.items()}
 
     def differences(self, batch: LocalBatch, scoring: Scoring) -> dict[str, list[float]]:
         """Return sample id -> the trainer's log-prob minus the engine's for each response token. Runs a forward-only
@@ -160,9 +170,11 @@ class ActorWorker(TrainerWorker):
         engine = {item.sample.id: torch.tensor(item.sample.response_logprobs) for item in batch.samples}
         return {name: (columns[:, 0].cpu() - engine[name]).tolist() for name, columns in scored.items()}
 
-    def _reference(self) -> AbstractContextManager[None]:
-        """Return a context manager within which the model is the reference. For a model with adapters, the reference
-        is the model without adapters."""
+    def _weights_of(self, policy: Policy) -> AbstractContextManager[None]:
+        """Return a context manager within which the model is this policy. For a model with adapters, the reference is
+        the model without adapters."""
+        if policy == "old":
+            return nullcontext()
         if self.adapters is not None:
             return adapters_off(self.chunks)
         return self._weight_snapshots.swapped_in("reference")

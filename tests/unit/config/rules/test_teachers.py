@@ -5,7 +5,7 @@ import pytest
 from tests.unit.config.rules.recipes import errors, recipe
 
 TEACHERS = "teachers.models=[{name: math, path: large}, {name: code, path: larger, weight: 0.5}]"
-SHOWN = "teachers.models=[{name: math, path: large, revision: null, sources: null,...: has no effect unless "
+SHOWN = "teachers.models=[{name: math, path: large, prompt_column: null, revision:...: has no effect unless "
 ALONE = "rewards.functions=[]"
 
 
@@ -18,6 +18,29 @@ def test_teachers_have_defaults_and_their_own_devices() -> None:
     in_loss = recipe(TEACHERS, "algorithm.distillation.placement=loss")
     assert in_loss.has_rewards and not in_loss.distills_by_advantage
     assert in_loss.algorithm.distillation.estimator == "k2"
+
+
+SELF = "teachers.models=[{name: hinted, prompt_column: hint}]"
+ROWS = "data.source=rows.jsonl"
+
+
+def test_self_teacher_has_no_devices_of_its_own() -> None:
+    config = recipe(SELF, ROWS, ALONE)
+    assert config.has_teachers and config.distills_by_advantage and "teachers" not in config.num_ranks
+    assert config.placed_teachers == [] and [teacher.name for teacher in config.self_teachers] == ["hinted"]
+    assert not config.keeps_reference
+    both = "teachers.models=[{name: hinted, prompt_column: hint}, {name: large, path: x, prompt_column: hint}]"
+    config = recipe(both, ROWS, "teachers.layout.tp=2")
+    assert config.num_ranks["teachers"] == 2
+    assert [(teacher.name, path) for teacher, path in config.placed_teachers] == [("large", "x")]
+
+
+def test_self_teacher_may_be_a_moving_average() -> None:
+    models = "teachers.models=[{name: hinted, prompt_column: hint, weights: reference}]"
+    config = recipe(models, ROWS, "algorithm.kl={renew_steps: 1, renew_share: 0.05}")
+    assert config.keeps_reference and not config.has_reference
+    [line] = errors(SELF, ROWS, "algorithm.kl.renew_steps=1")
+    assert line.startswith("algorithm.kl.renew_steps=1: has no effect unless algorithm.kl.coefficient=0.001.")
 
 
 def test_coefficient_of_zero_leaves_the_teachers_out() -> None:
@@ -46,6 +69,27 @@ def test_null_removes_the_teachers() -> None:
             ["teachers.models=[{name: a, path: x, sources: [math]}]"],
             "teachers.models: a with sources=['math']: the source of a row is unknown, because data.source_column=",
         ),
+        (
+            ["teachers.models=[{name: a}]"],
+            "teachers.models: a with path=null and prompt_column=null: without a path, the teacher is the policy",
+        ),
+        (
+            ["teachers.models=[{name: a, prompt_column: hint, revision: v1}]", ROWS],
+            "teachers.models: a with revision=v1: has no effect with path=null. Fix: set path, or remove revision",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, weights: reference}]"],
+            "teachers.models: a with weights=reference: has no effect with path=x. Fix: remove weights, or set path",
+        ),
+        (
+            [SELF],
+            "teachers.models: hinted with prompt_column=hint: data.source=arithmetic has no such column. Fix: set",
+        ),
+        (
+            [SELF, ROWS, "environment.class=game.py:Game", "actor.experts.replay_routes=true"],
+            "teachers.models: hinted with prompt_column=hint: with actor.experts.replay_routes=true, megarl cannot",
+        ),
+        ([SELF, ROWS, "teachers.layout.tp=2"], "teachers.layout.tp=2: has no effect unless teachers.models=[{name:"),
         (
             ["algorithm.distillation.placement=loss"],
             "algorithm.distillation.placement=loss: has no effect unless teachers.models=[{name: NAME, path: PATH}].",
