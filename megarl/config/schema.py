@@ -254,7 +254,7 @@ class Config(Section):
 
     @property
     def has_teachers(self) -> bool:
-        return bool(self.teachers.models) and self.algorithm.distillation.coefficient > 0
+        return bool(self.teachers.models) and self.algorithm.distillation.is_used
 
     @property
     def placed_teachers(self) -> list[tuple[Teacher, str]]:

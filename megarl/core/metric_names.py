@@ -178,6 +178,7 @@ METRICS = (
     Declaration("kl/coefficient", "KL coefficient", "", "KL in the loss"),
     Declaration("kl/FORM", "mean KL to the reference; placement, level and estimator are in the name", "nats", "kl"),
     Declaration("kl/teacher_NAME", "KL(old policy ‖ teacher) by k1", "nats/token", "teachers"),
+    Declaration("distillation/coefficient", "coefficient of the KL to the teachers", "", "distillation.anneal_steps"),
     Declaration("teachers/seconds", "time of the teachers' passes, which is part of time/train", "s", "teachers"),
     Declaration("correction/weight_mean", "mean importance weight", "", CORRECTION),
     Declaration("correction/weight_square_mean", "mean squared importance weight", "", CORRECTION),

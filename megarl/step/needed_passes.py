@@ -42,14 +42,17 @@ def _reference_log_probs(config: Config) -> Pass:
 
 def _teacher_log_probs(config: Config) -> list[Pass]:
     """Return the teachers' pass, or an empty list without teachers."""
-    coefficient = config.algorithm.distillation.coefficient
+    distillation = config.algorithm.distillation
+    coefficient = f"{distillation.coefficient:g}"
+    if distillation.anneal_steps is not None:
+        coefficient += f", annealed to {distillation.final_coefficient:g} over {distillation.anneal_steps} steps"
     names = ", ".join(map(_described, config.teachers.models))
-    reason = f"algorithm.distillation.coefficient={coefficient:g}; teachers: {names}"
+    reason = f"algorithm.distillation.coefficient={coefficient}; teachers: {names}"
     return [Pass("teacher log-probs", config.has_teachers, reason)] if names else []
 
 
 def _described(teacher: Teacher) -> str:
-    return teacher.name if teacher.path is not None else f"{teacher.name} (the {teacher.weights} with another prompt)"
+    return teacher.name if teacher.path is not None else f"{teacher.name} [the {teacher.weights} with another prompt]"
 
 
 def _critic_values(config: Config) -> Pass:

@@ -66,9 +66,21 @@ def _teacher_log_probs(
     config: Config, workers: Workers, updates: Sequence[Sequence[Group]], number: int
 ) -> tuple[dict[str, Scores], Metrics]:
     """Return each teacher's log-probs of the step's samples, by the teacher's name among a sample's scores, and
-    metrics. Both are empty in steps that do not train the actor."""
+    metrics. Both are empty in steps that do not train the actor. There are no log-probs once the coefficient is 0."""
     if not workers.teachers or not config.trains_actor_in(number):
         return {}, {}
+    coefficient, metrics = config.algorithm.distillation.coefficient_in(number), {}
+    if config.algorithm.distillation.anneal_steps is not None:
+        workers.actor.anneal_distillation(coefficient).result()
+        metrics = {"distillation/coefficient": Metric(coefficient)}
+    if coefficient == 0:
+        return {}, metrics
+    scores, passes_metrics = _all_log_probs(workers, updates)
+    return scores, metrics | passes_metrics
+
+
+def _all_log_probs(workers: Workers, updates: Sequence[Sequence[Group]]) -> tuple[dict[str, Scores], Metrics]:
+    """Run the passes of all teachers: first of those with models of their own, then of the policy itself."""
     samples = [sample for update in updates for sample in samples_of(update)]
     selves = [teacher for teacher in workers.teachers if isinstance(teacher, SelfTeacher)]
     scores, metrics = {}, {}

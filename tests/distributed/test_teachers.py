@@ -61,8 +61,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def recipe(folders: dict[str, Path], *overrides: str) -> Config:
     models = ", ".join(f"{{name: {name}, path: {folders[name]}, weight: {w}}}" for name, w in WEIGHTS.items())
-    distillation = f"algorithm.distillation.coefficient={COEFFICIENT}"
-    keys = (f"teachers.models=[{models}]", "teachers.tokens_per_microbatch=80", distillation, *overrides)
+    distillation = f"algorithm.distillation={{coefficient: {2 * COEFFICIENT}, anneal_steps: 4}}"
+    keys = (f"teachers.models=[{models}]", "teachers.tokens_per_microbatch=80", distillation, "run.steps=4", *overrides)
     return config_of(folders["student"], *keys)
 
 
@@ -164,6 +164,7 @@ def distill(
 ) -> RankResult:
     """Run one update on one rank."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
+    worker.anneal_distillation(config.algorithm.distillation.coefficient_in(3))  # half of the initial coefficient
     batch = own_batch(config, worker, groups, scores)
     if config.distills_by_advantage:
         worker.keep_log_probs("old", batch)

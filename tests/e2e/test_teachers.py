@@ -54,7 +54,7 @@ def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
         *("run.steps=2", f"teachers.models=[{models}]", "rewards.functions=[]", "batch.samples_per_prompt=2"),
         "teachers={layout: {tp: 2}, tokens_per_microbatch: 256, threads: 1, offload: [parameters]}",
         *("algorithm.advantage.estimator=policy_gradient", "algorithm.distillation.coefficient=0.5"),
-        *(f"data.source={data}", "actor.offload=[parameters, gradients, optimizer]", "actor.layout.dp=2"),
+        *(f"data.source={data}", "actor.offload=[optimizer]", "actor.layout.dp=2"),
     )
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2]
@@ -76,15 +76,22 @@ def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
 
 
 def test_teacher_adds_to_the_rewards_of_a_group(series, model, teachers, tmp_path):
-    """With GRPO and several updates per step. Samples of a group have different advantages, and their rewards count."""
+    """With GRPO and several updates per step. Samples of a group have different advantages, and their rewards count. In
+    the second step, the coefficient is 0 and the teacher rests."""
     run = train_in(
         series,
         tmp_path,
         model,
         *("run.steps=2", f"teachers.models=[{{name: large, path: {teachers['large']}}}]", "teachers.threads=1"),
         *("batch.prompts_per_update=4", "batch.epochs=2", "teachers.tokens_per_microbatch=256"),
-        *("algorithm.distillation={coefficient: 0.1, placement: loss}", "algorithm.kl.coefficient=0.01"),
+        *(
+            "algorithm.distillation={coefficient: 0.1, placement: loss, anneal_steps: 1}",
+            "algorithm.kl.coefficient=0.01",
+        ),
     )
-    for step in metrics_of(run):
+    steps = metrics_of(run)
+    for step in steps:
         assert step["reward/std"] > 0 and step["policy/grad_norm"] > 0 and step["kl/loss_token_k3"] >= 0
-        assert step["kl/teacher_large"] > 0.1
+    assert [step["distillation/coefficient"] for step in steps] == [0.1, 0.0]
+    assert steps[0]["kl/teacher_large"] > 0.1 and steps[0]["teachers/seconds"] > 0
+    assert not {"kl/teacher_large", "teachers/seconds"} & steps[1].keys()

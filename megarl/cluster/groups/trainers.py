@@ -187,6 +187,10 @@ class TrainerGroup(RankGroup):
     @remote(timeout="passes", phase="teacher log-probs", join=join_by_sample)
     def _teacher_log_probs(self, policy: Policy, batch: RankBatch) -> Scores: ...
 
+    @remote(timeout="update")
+    def anneal_distillation(self, coefficient: float) -> None:
+        """Set the coefficient of the divergence from the teachers, until the next call."""
+
     @remote(timeout="passes", phase="log-probs of canary prompts", join=join_by_sample)
     def _differences(self, batch: RankBatch, scoring: Scoring) -> dict[str, list[float]]: ...
 

@@ -206,6 +206,7 @@ KEY_REQUIREMENTS = (
     _if_set("reward_model.path=PATH", ("reward_model",)),
     _if_equal("reward_model.engine=megatron", {"reward_model.offload": []}),
     _if_set("teachers.models=[{name: NAME, path: PATH}]", ("teachers", "algorithm.distillation")),
+    _if_set("algorithm.distillation.anneal_steps=100", {"algorithm.distillation.final_coefficient": 0.0}),
     KeyRequirement(
         "teachers.models=[{name: NAME, path: PATH}]",
         lambda config: any(teacher.path is not None for teacher in config.teachers.models),

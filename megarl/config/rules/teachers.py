@@ -23,6 +23,20 @@ def distillation_alone_needs_no_rounds(config: Config) -> Iterator[str]:
         )
 
 
+def distillation_alone_does_not_end(config: Config) -> Iterator[str]:
+    distillation, steps = config.algorithm.distillation, config.run.steps
+    last = distillation.anneal_steps
+    if not config.has_teachers or config.has_rewards or last is None or distillation.final_coefficient > 0:
+        return
+    if last < steps:
+        yield (
+            f"algorithm.distillation.anneal_steps={last}: with rewards.functions=[] and final_coefficient=0, the actor "
+            f"would learn nothing in the steps after {last} of run.steps={steps}. Fix: set "
+            f"algorithm.distillation.anneal_steps={steps}, set algorithm.distillation.final_coefficient=0.1, or add a "
+            "reward"
+        )
+
+
 def teacher_sources_require_source_column(config: Config) -> Iterator[str]:
     named = next((teacher for teacher in config.teachers.models if teacher.sources is not None), None)
     if named is not None and not config.is_offline and config.data.source_column is None:
@@ -75,5 +89,6 @@ RULES = (
     teachers_without_a_path_see_another_prompt,
     prompt_columns_require_rows_of_files,
     distillation_alone_needs_no_rounds,
+    distillation_alone_does_not_end,
     teacher_sources_require_source_column,
 )

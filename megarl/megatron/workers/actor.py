@@ -65,6 +65,7 @@ class ActorWorker(TrainerWorker):
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """Coefficient of the KL to the reference. Changes between steps if algorithm.kl.adaptive_target is set."""
+        self._distillation = config.algorithm.distillation
         self._penalty: float | None = None
         """Penalty of the objective kl_penalty, adapted to penalty_target; None before the first adaptation."""
         if config.keeps_reference and self.adapters is None:
@@ -88,7 +89,8 @@ class ActorWorker(TrainerWorker):
     @property
     def _loss_of_objective(self) -> Loss:
         config, has_moved = self._config, self._has_moved
-        algorithm, spec = config.algorithm, config.algorithm.objective.spec
+        algorithm = config.algorithm.model_copy(update={"distillation": self._distillation})
+        spec = algorithm.objective.spec
         if spec.is_policy_objective:
             loss = configured_policy_loss(
                 algorithm,
@@ -198,7 +200,9 @@ class ActorWorker(TrainerWorker):
 
     @property
     def _teachers(self) -> Sequence[Teacher]:
-        return self._config.teachers.models if self._config.has_teachers else ()
+        """The teachers whose log-probs this step uses."""
+        is_used = self._config.has_teachers and self._distillation.coefficient > 0
+        return self._config.teachers.models if is_used else ()
 
     def note_advantages(self, batch: LocalBatch) -> None:
         """Record the moments of an update's advantages. Call it for every update before the step's first update,
@@ -213,9 +217,9 @@ class ActorWorker(TrainerWorker):
             self._rank_moments.clear()
         config = self._config
         estimated = with_advantages(config.algorithm, batches, self._step_moments)
-        if not config.distills_by_advantage:
+        if not config.distills_by_advantage or not self._teachers:
             return estimated
-        divergence = configured_distillation(config.algorithm.distillation, self._teachers)
+        divergence = configured_distillation(self._distillation, self._teachers)
         return add_distillation(estimated, divergence, config.algorithm.correction.old == "rollout")
 
     def end_step(self) -> None:
@@ -244,6 +248,10 @@ class ActorWorker(TrainerWorker):
         """Return per-token details of a few samples trained on since the last call, as {sample id: {detail name:
         values, one per response token}}."""
         return self._token_details.take()
+
+    def anneal_distillation(self, coefficient: float) -> None:
+        """Set the coefficient of the divergence from the teachers, until the next call."""
+        self._distillation = self._distillation.model_copy(update={"coefficient": coefficient})
 
     def adapt_kl(self, divergence: float, num_samples: int) -> None:
         """Adapt the KL coefficient to a step's mean divergence from the reference."""

@@ -50,6 +50,13 @@ def test_coefficient_of_zero_leaves_the_teachers_out() -> None:
     assert line.startswith("rewards.functions=[]: samples would have no reward.")
 
 
+def test_coefficient_may_increase_from_zero() -> None:
+    config = recipe(TEACHERS, "algorithm.distillation={coefficient: 0, anneal_steps: 10, final_coefficient: 0.5}")
+    assert config.has_teachers
+    coefficients = [config.algorithm.distillation.coefficient_in(step) for step in (1, 2, 11, 12)]
+    assert coefficients == pytest.approx([0.0, 0.05, 0.5, 0.5])
+
+
 def test_null_removes_the_teachers() -> None:
     assert recipe(TEACHERS, "teachers=null") == recipe()
 
@@ -68,6 +75,14 @@ def test_null_removes_the_teachers() -> None:
         (
             ["teachers.models=[{name: a, path: x, sources: [math]}]"],
             "teachers.models: a with sources=['math']: the source of a row is unknown, because data.source_column=",
+        ),
+        (
+            [TEACHERS, ALONE, "algorithm.distillation.anneal_steps=9", "run.steps=10"],
+            "algorithm.distillation.anneal_steps=9: with rewards.functions=[] and final_coefficient=0, the actor would",
+        ),
+        (
+            [TEACHERS, "algorithm.distillation.final_coefficient=0.5"],
+            "algorithm.distillation.final_coefficient=0.5: has no effect unless algorithm.distillation.anneal",
         ),
         (
             ["teachers.models=[{name: a}]"],
