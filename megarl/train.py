@@ -66,7 +66,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     data = context.data
     assert isinstance(data, PromptSet), "expected prompts, but the data contains responses"
     for teacher in workers.teachers:
-        teacher.select(data.prompts, config.data.source_column)
+        teacher.select(data, config)
     logprob_check = LogprobCheck(config, workers, data)
     for attempt in workers.trained.attempts():
         with attempt:

@@ -172,6 +172,13 @@ def kl_reward(
     return reward
 
 
+def annealed(coefficient: float, final: float, num_steps: int, step: int) -> float:
+    """Return the coefficient in a step, counted from 1: linear from `coefficient` in step 1 to `final` in step
+    num_steps + 1, then constant."""
+    done = min((step - 1) / num_steps, 1.0)
+    return (1 - done) * coefficient + done * final
+
+
 def adapted(coefficient: float, divergence: float, target: float, num_samples: int, horizon: int) -> float:
     """Return β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2), to reach the target.
 

@@ -169,7 +169,7 @@ def place(
         engines=engines,
         rewards=() if config.is_offline else (_rewards(config, nodes[0]),),
         environments=_environments(config, engines) if config.plays_in_environments else (),
-        teachers=tuple(map(teacher_ranks, config.teachers.models if config.has_teachers else ())),
+        teachers=tuple(teacher_ranks(teacher) for teacher, _ in config.placed_teachers),
     )
 
 

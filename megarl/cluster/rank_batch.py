@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megarl.core.latents import AnySample, LatentSample
 from megarl.core.sample import Sample, SampleRef
@@ -124,10 +127,12 @@ def get_samples(refs: Sequence[SampleRef]) -> list[AnySample]:
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """One data-parallel rank's part of an update or a forward-only pass. Microbatches index into its samples."""
+    """One data-parallel rank's part of an update or a forward-only pass. Microbatches index into its samples.
+    `privileged`: prompt id -> token ids in place of the prompt's, int32 [P], if the pass replaces prompts."""
 
     samples: tuple[SampleRef, ...]
     microbatches: tuple[Microbatch, ...]
+    privileged: Mapping[str, NDArray[np.int32]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def split(
@@ -135,6 +140,21 @@ class RankBatch:
     ) -> list[RankBatch]:
         """Return the batches of all data-parallel ranks. See `schedule`."""
         return [cls.of(samples, members) for members in schedule(list(map(Lengths.of, samples)), packing, units)]
+
+    @classmethod
+    def split_privileged(
+        cls, samples: Sequence[SampleRef], packing: Packing, privileged: Mapping[str, NDArray[np.int32]]
+    ) -> list[RankBatch]:
+        """Return the batches of a pass in which these token ids replace the prompts of all samples. The batches have no
+        expert routes, which the engine chose for other prompts."""
+        with_lengths = [
+            replace(item, num_prompt_tokens=len(privileged[item.prompt_id]), beginning=0) for item in samples
+        ]
+        batches = cls.split(with_lengths, packing)
+        return [
+            replace(batch, privileged={item.prompt_id: privileged[item.prompt_id] for item in batch.samples})
+            for batch in batches
+        ]
 
     @classmethod
     def of(cls, sample_refs: Sequence[SampleRef], microbatches: Sequence[Microbatch]) -> RankBatch:
@@ -162,6 +182,7 @@ class RankBatch:
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
         fetched = _get([*(item.sample for item in self.samples if samples is None), *wanted])
         samples = [fetched[item.sample] for item in self.samples] if samples is None else samples
+        samples = [with_prompt(sample, self.privileged) for sample in samples] if self.privileged else samples
         scores = [
             {name: fetched[part.scores][part.begin : part.end] for name, part in item.scores.items()}
             for item in self.samples
@@ -191,6 +212,8 @@ class FetchedBatches:
         self._fetched: dict[tuple, tuple[RankBatch, LocalBatch]] = {}
 
     def fetch(self, rank_batch: RankBatch) -> LocalBatch:
+        if rank_batch.privileged:
+            return rank_batch.fetch()
         earlier, batch = self._fetched.get(rank_batch.key, (None, None))
         if batch is None:
             batch = rank_batch.fetch()
@@ -202,6 +225,12 @@ class FetchedBatches:
     def clear(self) -> None:
         """Drop all batches at the end of an epoch."""
         self._fetched.clear()
+
+
+def with_prompt(sample: Sample, privileged: Mapping[str, NDArray[np.int32]]) -> Sample:
+    """Return the sample with other token ids in place of its prompt's, and without routes."""
+    prompt = replace(sample.prompt, token_ids=privileged[sample.prompt.id])
+    return replace(sample, prompt=prompt, routes=None)
 
 
 def _get(refs: Iterable[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:

@@ -11,7 +11,7 @@ from megarl.cluster.groups.engines import EngineGroup, engine_group
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
-from megarl.cluster.groups.teachers import TeacherGroup
+from megarl.cluster.groups.teachers import SelfTeacher, TeacherGroup
 from megarl.cluster.groups.trainers import PARTS, ImageTrainerGroup, TrainerGroup
 from megarl.cluster.pending import Pending, first, join
 from megarl.cluster.placement import Placement, Process
@@ -46,7 +46,7 @@ class Workers:
     """Whether a reward model shares devices with the engines."""
     model_folder: Path
     """Folder of the actor's model."""
-    teachers: Sequence[TeacherGroup] = ()
+    teachers: Sequence[TeacherGroup | SelfTeacher] = ()
     environments: EnvironmentGroup | None = None
     """Processes that run rollouts in environments; None if each rollout is a single response to its prompt."""
     evaluation_environments: EnvironmentGroup | None = None
@@ -121,7 +121,7 @@ class Workers:
         self.trained.close()
         if isinstance(self.reward_model, RewardModelGroup):
             self.reward_model.close().result()
-        join([teacher.close() for teacher in self.teachers]).result()
+        join([teacher.close() for teacher in self.teachers if isinstance(teacher, TeacherGroup)]).result()
 
 
 def launch_workers(
@@ -187,7 +187,7 @@ def launch_workers(
         reward_model=reward_model,
         engines=engines,
         rewards=rewards,
-        teachers=teachers,
+        teachers=[*teachers, *(SelfTeacher(teacher, actor) for teacher in config.self_teachers)],
         environments=environments if config.has_environment else None,
         evaluation_environments=environments,
         refit=refit,

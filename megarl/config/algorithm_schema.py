@@ -10,7 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, create_model, model_vali
 from pydantic_core import PydanticCustomError
 
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.kl import KL_ESTIMATORS, STEP_KLS, DivergenceKind, metric_name
+from megarl.algorithms.kl import KL_ESTIMATORS, STEP_KLS, DivergenceKind, annealed, metric_name
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES, spec_in_file
 from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec, Option
 from megarl.algorithms.transition import StepWeight
@@ -202,6 +202,19 @@ class Distillation(Section):
     """Never None once the whole configuration is loaded, if it has teachers and the divergence is sampled."""
     limit: PositiveFloat | None
     coefficient: NonNegativeFloat
+    anneal_steps: PositiveInt | None
+    final_coefficient: NonNegativeFloat
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the coefficient is positive in some step."""
+        return self.coefficient > 0 or (self.anneal_steps is not None and self.final_coefficient > 0)
+
+    def coefficient_in(self, step: int) -> float:
+        """Return the coefficient in this step, counted from 1."""
+        if self.anneal_steps is None:
+            return self.coefficient
+        return annealed(self.coefficient, self.final_coefficient, self.anneal_steps, step)
 
     @property
     def is_exact(self) -> bool:

@@ -63,5 +63,5 @@ def is_alone(config: Config, role: MegatronRole) -> bool:
     """Return whether no other model or engine uses this model's devices."""
     spans = device_spans(config)
     model_span = spans.pop(NAMES[role])
-    has_siblings = role == "teachers" and len(config.teachers.models) > 1
+    has_siblings = role == "teachers" and len(config.placed_teachers) > 1
     return not has_siblings and not any(overlap(model_span, span) for span in spans.values())

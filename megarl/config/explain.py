@@ -30,8 +30,8 @@ def explain(config: Config) -> str:
         "tokens": _tokens(config, samples),
         "trainer": _ranks(layout),
     }
-    if config.has_teachers:
-        names = ", ".join(teacher.name for teacher in config.teachers.models)
+    if config.placed_teachers:
+        names = ", ".join(teacher.name for teacher, _ in config.placed_teachers)
         rows["teachers"] = f"{_ranks(config.teachers.layout)} each: {names}"
     if not config.is_offline:
         rows["rollout"] = f"replicas {rollout.replicas} x tp {rollout.tp} = world size {rollout.replicas * rollout.tp}"

@@ -243,11 +243,14 @@ def teacher_key(name: str) -> str:
 
 
 class Teacher(Section):
-    """A language model whose log-probs of the sampled tokens the actor learns to match."""
+    """A language model whose log-probs of the sampled tokens the actor learns to match. Without a path, it is the
+    policy itself, which sees the prompts in `prompt_column`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    path: Text
+    path: Text | None = None
     revision: Text | None = None
+    prompt_column: Text | None = None
+    weights: Literal["policy", "reference"] = "policy"
     weight: PositiveFloat = 1.0
     sources: list[Text] | None = None
 
@@ -266,7 +269,7 @@ class Teacher(Section):
 
 
 class Teachers(Untrained):
-    """All teachers. They have equal layouts and take turns on the same devices."""
+    """All teachers. Those with a path have equal layouts and take turns on the same devices."""
 
     section: ClassVar[MegatronRole] = "teachers"
 

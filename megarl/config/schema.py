@@ -29,6 +29,7 @@ from megarl.config.model_schema import (
     Placed,
     RewardModel,
     Role,
+    Teacher,
     Teachers,
     Trained,
 )
@@ -207,7 +208,13 @@ class Config(Section):
 
     @property
     def has_reference(self) -> bool:
+        """Whether a term uses the reference's log-probs of the samples."""
         return self.algorithm.kl.coefficient > 0 or self.algorithm.objective.spec.reads_reference
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the actor keeps the reference's weights."""
+        return self.has_reference or any(teacher.weights == "reference" for teacher in self.self_teachers)
 
     @property
     def has_critic(self) -> bool:
@@ -247,7 +254,18 @@ class Config(Section):
 
     @property
     def has_teachers(self) -> bool:
-        return bool(self.teachers.models) and self.algorithm.distillation.coefficient > 0
+        return bool(self.teachers.models) and self.algorithm.distillation.is_used
+
+    @property
+    def placed_teachers(self) -> list[tuple[Teacher, str]]:
+        """The teachers with a model of their own, and its path."""
+        models = self.teachers.models if self.has_teachers else []
+        return [(teacher, teacher.path) for teacher in models if teacher.path is not None]
+
+    @property
+    def self_teachers(self) -> list[Teacher]:
+        """The teachers that are the policy or the reference with another prompt."""
+        return [teacher for teacher in self.teachers.models if teacher.path is None] if self.has_teachers else []
 
     @property
     def distills_exactly(self) -> bool:
@@ -335,7 +353,7 @@ class Config(Section):
     @property
     def all_placed(self) -> tuple[Placed, ...]:
         reward_model = (self.reward_model,) if self.has_reward_model else ()
-        return (*self.all_trained, *reward_model, *((self.teachers,) if self.has_teachers else ()))
+        return (*self.all_trained, *reward_model, *((self.teachers,) if self.placed_teachers else ()))
 
     @property
     def num_ranks(self) -> dict[str, int]:

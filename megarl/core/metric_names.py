@@ -183,6 +183,7 @@ METRICS = (
         "nats/token",
         "teachers",
     ),
+    Declaration("distillation/coefficient", "coefficient of the KL to the teachers", "", "distillation.anneal_steps"),
     Declaration("teachers/seconds", "time of the teachers' passes, which is part of time/train", "s", "teachers"),
     Declaration("correction/weight_mean", "mean importance weight", "", CORRECTION),
     Declaration("correction/weight_square_mean", "mean squared importance weight", "", CORRECTION),

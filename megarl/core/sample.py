@@ -147,9 +147,14 @@ def _unpack_sample(
 
 
 def _prefix_checksum(sample: Sample) -> int:
-    tokens = b"" if sample.episode is None else sample.prompt.token_ids.tobytes()
+    tokens = 0 if sample.episode is None else prompt_checksum(sample.prompt.token_ids)
     routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
-    return zlib.crc32(routes, zlib.crc32(tokens))
+    return zlib.crc32(routes, tokens)
+
+
+def prompt_checksum(token_ids: NDArray[np.int32]) -> int:
+    """Return `SampleRef.beginning` of samples that an environment starts with these tokens, without routes."""
+    return zlib.crc32(token_ids.tobytes())
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,16 @@ def file_rows(
         yield Row(number, _plain(column_of(record, prompt_column)), column_of(record, answer_column), values)
 
 
+def content_of(value: Any, column: str, place: str) -> Content | None:
+    """Return the text or messages in an optional column, or None if it is empty. Raise a UserError for any other
+    value."""
+    if value is None or value == "" or value == []:
+        return None
+    if not (isinstance(value, str) or _is_messages(value)):
+        raise _wrong_type(place, column, PROMPT_TYPE, value)
+    return _plain(value)
+
+
 def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
     """Yield the conversations in a file, after the same checks as in `file_rows`."""
     column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_messages)

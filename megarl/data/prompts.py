@@ -7,22 +7,24 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.config.data_schema import OWN_TASKS, Data
+from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
 from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import add_system_prompt, prompt_ids
-from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
-from megarl.data.row import LabelRow, MessageRow, PreferenceRow, Row, as_messages
+from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, content_of, file_rows
+from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, Row, as_messages
 from megarl.models.tokenizer import decode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -39,14 +41,18 @@ class PromptSet:
     """The tokenized prompts of a data source.
 
     Attributes:
-        data_hash: SHA-256 over the token ids, answers and additional columns of all prompts, in order.
+        data_hash: SHA-256 over the token ids, answers and additional columns of all prompts, in order, and over the
+            privileged prompts.
         weights: sampling weight of each prompt; None for uniform sampling.
+        privileged: prompts that only teachers see: column -> prompt id -> token ids, int32 [P]. Rows without one are
+            left out.
     """
 
     prompts: tuple[Prompt, ...]
     data_hash: str
     num_dropped: int = 0
     weights: tuple[float, ...] | None = None
+    privileged: Mapping[str, Mapping[str, NDArray[np.int32]]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -60,20 +66,25 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     for `rollout.max_new_tokens` (unless data.overlong=drop), or the source has too few rows. The message names the
     source and the row. columns: columns required by reward functions, as in `file_rows`."""
     data = config.data
-    columns = {**columns, **data.ordering_columns}
+    privileged: dict[str, dict[str, NDArray[np.int32]]] = {column: {} for column in _privileged_columns(config)}
+    columns = {**dict.fromkeys(privileged), **columns, **data.ordering_columns}
     if config.samples_images:
         candidates = [(row.source, _caption(row, data)) for row in _judged_rows(config, columns)]
     else:
         tokenizer = load_tokenizer(model_folder, date=data.date)
         require_chat_template(config, tokenizer, model_folder)
-        candidates = [(row.source, _prompt(row, tokenizer, config)) for row in _judged_rows(config, columns)]
+        candidates = [
+            (row.source, _prompt(row, tokenizer, config, privileged)) for row in _judged_rows(config, columns)
+        ]
     kept = [(source, prompt) for source, prompt in candidates if prompt is not None]
     require_size(len(candidates), len(kept), data)
+    _require_privileged(config, privileged)
     if (sort_column := data.sort_column) is not None:
         kept.sort(key=lambda item: item[1].columns[sort_column])
     prompts = tuple(prompt for _, prompt in kept)
     weights = prompt_weights(data, prompts, [source for source, _ in kept])
-    return PromptSet(prompts, _hash(prompts), len(candidates) - len(prompts), weights)
+    data_hash = _hash(prompts, privileged)
+    return PromptSet(prompts, data_hash, len(candidates) - len(prompts), weights, privileged)
 
 
 def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, model_folder: Path) -> None:
@@ -85,8 +96,8 @@ def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, mo
 
 
 def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
-    """Yield the rows. Raise a UserError if no reward function or, without rewards, no teacher applies to a row's
-    source, or if its sort value or weight is invalid."""
+    """Yield the rows. Raise a UserError if no reward function or, without rewards, no teacher applies to a row, or if
+    its sort value or weight is invalid."""
     rewards, column = config.rewards, config.data.source_column
     functions = [] if rewards.judge is not None or config.has_reward_model else rewards.functions
     teachers = config.teachers.models if config.has_teachers and not config.has_rewards else []
@@ -98,6 +109,12 @@ def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[
                 f"in its sources, and no reward applies. Fix: add {source!r} to the sources of a teacher, or add a "
                 "teacher without sources"
             )
+        applied = [teacher for teacher in teachers if teacher.applies_to(source)]
+        if applied and not any(_sees(teacher, row, config.data) for teacher in applied):
+            raise UserError(
+                f"{place_of(row, config.data)}: the column {applied[0].prompt_column!r}, the prompt_column of the "
+                f"teacher {applied[0].name}, is empty, and no reward applies. Fix: fill the column, or drop the row"
+            )
         if functions and not any(entry.applies_to(source) for entry in functions):
             raise UserError(
                 f"{place_of(row, config.data)}: no function in rewards.functions lists {source!r} (the row's "
@@ -106,6 +123,31 @@ def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[
             )
         _require_numbers(row, config.data)
         yield row
+
+
+def _sees(teacher: Teacher, row: Row, data: Data) -> bool:
+    """Return whether the row has a prompt for the teacher."""
+    column = teacher.prompt_column
+    return column is None or content_of(row.columns.get(column), column, place_of(row, data)) is not None
+
+
+def _privileged_columns(config: Config) -> dict[str, list[Teacher]]:
+    """Return the columns with prompts for teachers, and the teachers that see them."""
+    columns: dict[str, list[Teacher]] = {}
+    for teacher in config.teachers.models if config.has_teachers else ():
+        if teacher.prompt_column is not None:
+            columns.setdefault(teacher.prompt_column, []).append(teacher)
+    return columns
+
+
+def _require_privileged(config: Config, privileged: Mapping[str, Mapping[str, NDArray[np.int32]]]) -> None:
+    """Raise a UserError if a column for teachers is missing or empty in all rows of their sources."""
+    for column, teachers in _privileged_columns(config).items():
+        if not privileged[column]:
+            raise UserError(
+                f"teachers.models: {teachers[0].name} with prompt_column={column}: no row has a prompt in this column. "
+                "Fix: correct the name of the column, or fill it"
+            )
 
 
 def _require_numbers(row: Row, data: Data) -> None:
@@ -234,8 +276,13 @@ def _caption(row: Row, data: Data) -> Prompt:
     return Prompt(row_name(row, data), row.prompt, np.empty(0, np.int32), row.answer, columns=row.columns)
 
 
-def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Prompt | None:
-    """Return the row's prompt, or None if the row is dropped."""
+def _prompt(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    privileged: Mapping[str, dict[str, NDArray[np.int32]]],
+) -> Prompt | None:
+    """Return the row's prompt, or None if the row is dropped. Add its prompts for teachers to `privileged`."""
     place = place_of(row, config.data)
     if config.data.source == OWN_TASKS:
         return Prompt(f"{OWN_TASKS}:{row.number}", "", np.empty(0, np.int32))
@@ -243,14 +290,33 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
     token_ids = prompt_ids(tokenizer, prompt, config.data.chat_template, place)
     if too_long(len(token_ids), "the prompt", config, place):
         return None
+    name, for_teachers = row_name(row, config.data), {}
+    for column, content in _privileged_prompts(row, config):
+        content = add_system_prompt(config.data.system_prompt, content, f"{place}: column {column!r}")
+        ids = prompt_ids(tokenizer, content, config.data.chat_template, f"{place}: column {column!r}")
+        if too_long(len(ids), f"the prompt in column {column!r}", config, place):
+            return None
+        for_teachers[column] = np.array(ids, np.int32)
+    for column, ids in for_teachers.items():
+        privileged[column][name] = ids
     return Prompt(
-        id=row_name(row, config.data),
+        id=name,
         text=decode(tokenizer, token_ids, skip_special_tokens=False),
         token_ids=np.array(token_ids, np.int32),
         answer=row.answer,
         messages=tuple(as_messages(prompt, "user")),
         columns=row.columns,
     )
+
+
+def _privileged_prompts(row: Row, config: Config) -> Iterator[tuple[str, Content]]:
+    """Yield each column with a prompt for teachers of the row's source, and the prompt, unless it is empty."""
+    data = config.data
+    source = None if data.source_column is None else row.columns[data.source_column]
+    for column, teachers in _privileged_columns(config).items():
+        content = content_of(row.columns.get(column), column, place_of(row, data))
+        if content is not None and any(teacher.applies_to(source) for teacher in teachers):
+            yield column, content
 
 
 def too_long(length: int, subject: str, config: Config, place: str) -> bool:
@@ -270,13 +336,14 @@ def too_long(length: int, subject: str, config: Config, place: str) -> bool:
     )
 
 
-def _hash(prompts: Sequence[Prompt]) -> str:
+def _hash(prompts: Sequence[Prompt], privileged: Mapping[str, Mapping[str, NDArray[np.int32]]]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         hashed = [
             prompt.token_ids.tolist() or prompt.text or [],
             prompt.answer,
             *([prompt.columns] if prompt.columns else []),
+            *(ids[prompt.id].tolist() for ids in privileged.values() if prompt.id in ids),
         ]
         digest.update(json.dumps(hashed, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()

@@ -117,7 +117,7 @@ def _model_errors(request: Request, config: Config) -> Iterator[str]:
         "reward_model.path": config.has_reward_model,
         "implicit_reward.path": config.has_implicit_reward,
         DRAFT_KEY: config.rollout.has_draft_model,
-        **{teacher.path_key: config.has_teachers for teacher in config.teachers.models},
+        **{teacher.path_key: config.has_teachers for teacher in config.teachers.models if teacher.path is not None},
     }
     for key, path in all_model_paths(config).items():
         host_path = _host_path(path, request, config) if used[key] else None

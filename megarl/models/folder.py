@@ -83,7 +83,7 @@ def model_paths(config: Config) -> dict[str, str]:
 def all_model_paths(config: Config) -> dict[str, str]:
     """Return the paths of all models, as in `model_paths`."""
     draft = config.rollout.speculative.path
-    teachers = {teacher.path_key: teacher.path for teacher in config.teachers.models}
+    teachers = {teacher.path_key: teacher.path for teacher in config.teachers.models if teacher.path is not None}
     return model_paths(config) | teachers | ({} if draft is None else {DRAFT_KEY: draft})
 
 
@@ -102,7 +102,10 @@ def resolve_links(config: Config) -> Config:
     if speculative.path is not None:
         drafts = speculative.model_copy(update={"path": real_path(speculative.path)})
         updates["rollout"] = config.rollout.model_copy(update={"speculative": drafts})
-    teachers = [item.model_copy(update={"path": real_path(item.path)}) for item in config.teachers.models]
+    teachers = [
+        item if item.path is None else item.model_copy(update={"path": real_path(item.path)})
+        for item in config.teachers.models
+    ]
     updates["teachers"] = config.teachers.model_copy(update={"models": teachers})
     return config.model_copy(update=updates)
 

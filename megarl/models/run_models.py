@@ -154,9 +154,9 @@ def check_local_models(config: Config) -> tuple[list[str], dict[Role, dict[str, 
             model = check_path(f"{placed.section}.path", placed.path, partial(check, config, actor))
             if model is not None:
                 configs[placed.section] = model
-    for teacher in config.teachers.models if config.has_teachers else ():
+    for teacher, teacher_path in config.placed_teachers:
         check = partial(check_teacher_model, config, teacher, actor)
-        check_path(teacher.path_key, teacher.path, check, teacher.revision)
+        check_path(teacher.path_key, teacher_path, check, teacher.revision)
     if (path := config.rollout.speculative.path) is not None:
         check_path(DRAFT_KEY, path, partial(check_draft_model, config, actor))
     return lines, {role: trained_hf_config(config, role, configs[role]) for role in get_args(Role) if role in configs}
@@ -227,14 +227,14 @@ def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) 
 
 def _teachers(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> dict[str, Path]:
     folders = {}
-    for teacher in config.teachers.models if config.has_teachers else ():
-        folder = resolve(teacher.path, key=teacher.path_key, revision=teacher.revision)
+    for teacher, path in config.placed_teachers:
+        folder = resolve(path, key=teacher.path_key, revision=teacher.revision)
         check_teacher_model(config, teacher, hf_config, read_config(folder))
         fix = (
             "use a teacher with the actor's tokenizer. Another tokenizer would need the teacher's log-probs of its own "
             "tokens of the same text, aligned with the sampled tokens"
         )
-        _check_tokenizer(config, teacher.path_key, teacher.path, folder, actor, fix)
+        _check_tokenizer(config, teacher.path_key, path, folder, actor, fix)
         folders[teacher.name] = folder
     return folders
 

@@ -284,7 +284,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
     for name, model in models.teachers.items() if config.teachers.offload else ():
         weights = max(memory.weights for memory, _ in _stages(config, config.teachers, model, workload))
         parts[f"teacher {name}: offloaded"] = ranks * weights
-    if config.has_reference and config.actor.adapters is None:
+    if config.keeps_reference and config.actor.adapters is None:
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         parts["reference: weights"] = ranks * max(actor)
     if not workload.is_offline:

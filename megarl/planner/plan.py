@@ -213,8 +213,7 @@ def _models(config: Config, actor: Mapping[str, Any]) -> Models:
     }
     reward, draft = (None if path is None else _config_json(key, path) for key, path in others.items())
     teachers = {
-        teacher.name: _config_json(teacher.path_key, teacher.path, teacher.revision)
-        for teacher in (config.teachers.models if config.has_teachers else ())
+        teacher.name: _config_json(teacher.path_key, path, teacher.revision) for teacher, path in config.placed_teachers
     }
     return Models.of(trained, reward, config.actor.adapters, draft, teachers, config.muon_roles)
 

@@ -92,7 +92,7 @@ def _counts(config: Config) -> dict[str, Any]:
         trained=trained,
         updates=batch.prompts_per_step // batch.prompts_per_update,
         epochs=batch.epochs,
-        passes=len(actor_passes),
+        passes=len(actor_passes) + len(config.self_teachers),
         is_offline=config.is_offline,
     )
 

@@ -83,7 +83,7 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
         states = MUON_STATES if name in matrices else ADAM_STATES
         copies[name] += states
         num_bytes += elements[name] * states * FLOAT32
-    if settings.section == "actor" and config.has_reference and config.algorithm.kl.renew_steps is not None:
+    if settings.section == "actor" and config.keeps_reference and config.algorithm.kl.renew_steps is not None:
         # A reference that is a copy of the policy has the weights' dtype; a moving average is float32.
         whole = config.algorithm.kl.renew_share == 1
         num_bytes += holder.shard.num_bytes if whole else sum(elements.values()) * FLOAT32

@@ -7,6 +7,7 @@ from typing import Literal
 
 from megarl.algorithms.specs import BASELINE_KINDS
 from megarl.config.algorithm_schema import KL
+from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
 
 PassName = Literal[
@@ -49,10 +50,17 @@ def _reference_log_probs(config: Config) -> Pass:
 def _teacher_scores(config: Config) -> list[Pass]:
     """Return the teachers' pass, or an empty list without teachers."""
     distillation = config.algorithm.distillation
-    names = ", ".join(teacher.name for teacher in config.teachers.models)
-    reason = f"algorithm.distillation.coefficient={distillation.coefficient:g}; teachers: {names}"
+    coefficient = f"{distillation.coefficient:g}"
+    if distillation.anneal_steps is not None:
+        coefficient += f", annealed to {distillation.final_coefficient:g} over {distillation.anneal_steps} steps"
+    names = ", ".join(map(_described, config.teachers.models))
+    reason = f"algorithm.distillation.coefficient={coefficient}; teachers: {names}"
     name = "teacher hidden states" if distillation.is_exact else "teacher log-probs"
     return [Pass(name, config.has_teachers, reason)] if names else []
+
+
+def _described(teacher: Teacher) -> str:
+    return teacher.name if teacher.path is not None else f"{teacher.name} [the {teacher.weights} with another prompt]"
 
 
 def _critic_values(config: Config) -> Pass:

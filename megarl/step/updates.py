@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.groups.teachers import all_scores
+from megarl.cluster.groups.teachers import SelfTeacher, all_scores
 from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import Scores, Updates, add_scores
 from megarl.cluster.workers import Workers
 from megarl.config.model_schema import Role
@@ -64,11 +66,37 @@ def _teacher_scores(
     config: Config, workers: Workers, updates: Sequence[Sequence[Group]], number: int
 ) -> tuple[dict[str, Scores], Metrics]:
     """Return each teacher's scores for the step's samples, by the teacher's name among a sample's scores, and
-    metrics. Both are empty in steps that do not train the actor."""
+    metrics. Both are empty in steps that do not train the actor. There are no scores once the coefficient is 0."""
     if not workers.teachers or not config.trains_actor_in(number):
         return {}, {}
-    workers.trained.offload_all().result()  # an attempt that lost a rank may have left their states on the devices
-    return all_scores(workers.teachers, [sample for update in updates for sample in samples_of(update)])
+    coefficient, metrics = config.algorithm.distillation.coefficient_in(number), {}
+    if config.algorithm.distillation.anneal_steps is not None:
+        workers.actor.anneal_distillation(coefficient).result()
+        metrics = {"distillation/coefficient": Metric(coefficient)}
+    if coefficient == 0:
+        return {}, metrics
+    scores, passes_metrics = _all_scores(workers, updates)
+    return scores, metrics | passes_metrics
+
+
+def _all_scores(workers: Workers, updates: Sequence[Sequence[Group]]) -> tuple[dict[str, Scores], Metrics]:
+    """Run the passes of all teachers: first of those with models of their own, then of the policy itself."""
+    samples = [sample for update in updates for sample in samples_of(update)]
+    selves = [teacher for teacher in workers.teachers if isinstance(teacher, SelfTeacher)]
+    scores, metrics = {}, {}
+    if others := [teacher for teacher in workers.teachers if not isinstance(teacher, SelfTeacher)]:
+        workers.trained.offload_all().result()  # an attempt that lost a rank may have left their states on the devices
+        scores, metrics = all_scores(others, samples)
+    if selves:
+        begin = time.perf_counter()
+        passes: dict[Role, Callable[[], Pending[list[Scores]]]] = {
+            "actor": lambda: join([teacher.score_tokens(samples) for teacher in selves])
+        }
+        results = workers.trained.run(passes, parts=("parameters",))["actor"]
+        scores |= {teacher.scores: result for teacher, result in zip(selves, results, strict=True)}
+        seconds = metrics["teachers/seconds"].value if metrics else 0.0
+        metrics = {"teachers/seconds": Metric(seconds + time.perf_counter() - begin)}
+    return scores, metrics
 
 
 def _prepare_pairs(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.cluster.rank_batch import RankBatch
+from megarl.cluster.rank_batch import RankBatch, with_prompt
 from megarl.config.schema import Config
 from megarl.core.metrics import merge
 from megarl.core.sample import Sample, SampleRef
-from megarl.megatron.workers.actor import ActorWorker
+from megarl.data.local_batch import LocalBatch
+from megarl.megatron.workers.actor import ActorWorker, Policy
 from megarl.megatron.workers.teacher import TeacherWorker
 from tests.closeness import Expected, assert_close, expected, load
 from tests.forked import run_ranks
@@ -57,8 +61,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def recipe(folders: dict[str, Path], *overrides: str) -> Config:
     models = ", ".join(f"{{name: {name}, path: {folders[name]}, weight: {w}}}" for name, w in WEIGHTS.items())
-    distillation = f"algorithm.distillation.coefficient={COEFFICIENT}"
-    keys = (f"teachers.models=[{models}]", "teachers.tokens_per_microbatch=80", distillation, *overrides)
+    distillation = f"algorithm.distillation={{coefficient: {2 * COEFFICIENT}, anneal_steps: 4}}"
+    keys = (f"teachers.models=[{models}]", "teachers.tokens_per_microbatch=80", distillation, "run.steps=4", *overrides)
     return config_of(folders["student"], *keys)
 
 
@@ -107,11 +111,60 @@ def test_log_probs_match_transformers(folders, layout):
         assert_close(actual, exact, plain, "log-probs")
 
 
+SOURCE = random.Random(7)
+PRIVILEGED = {
+    name: np.array([SOURCE.randrange(6, 100) for _ in range(length)], np.int32)
+    for name, length in (("0", 30), ("2", 9))
+}
+HINTED = [with_prompt(sample, PRIVILEGED) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
+"""The samples with privileged prompts, which are longer or shorter than their own. One prompt has none."""
+
+
+def score_as_teacher(store, rank: int, config: Config, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the log-probs of the policy, which has half the initial weights, and of the reference."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    for weight in worker.parameters().values():
+        weight.detach().mul_(0.5)
+    refs = [SampleRef.of(sample, sample) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
+    batch = RankBatch.split_privileged(refs, worker.packing, PRIVILEGED)[worker.data_parallel_rank]
+    samples = [replace(item, sample=with_prompt(item.sample, batch.privileged)) for item in batch.samples]
+    local = LocalBatch(samples, batch.microbatches)
+    return {name: worker.teacher_log_probs(policy, local) for name, policy in POLICIES.items()}
+
+
+POLICIES: dict[str, Policy] = {"policy": "old", "reference": "reference"}
+
+
+def hinted_log_probs(folder: Path, factor: float) -> Expected[dict[str, torch.Tensor]]:
+    def compute() -> dict[str, torch.Tensor]:
+        model = load(AutoModelForCausalLM, folder)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(factor)
+            return {sample.id: log_probs(model, sample) for sample in HINTED}
+
+    return expected(compute)
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "TP3, sequence parallel", "PP2", "CP2"))
+def test_self_teacher_sees_privileged_prompts(folders, layout):
+    models = "teachers.models=[{name: t, prompt_column: hint, weights: reference}]"
+    config = config_of(folders["student"], models, "data.source=rows.jsonl", f"actor.layout={LAYOUTS[layout]}")
+    ranks = run_ranks(config.actor.layout.world_size, score_as_teacher, config, folders["student"])
+    for policy, factor in {"policy": 0.5, "reference": 1.0}.items():
+        exact, plain = hinted_log_probs(folders["student"], factor)
+        reported = [scores[policy] for scores in ranks]
+        assert sorted(name for scores in reported for name in scores) == sorted(exact)
+        actual = {name: next(scores[name] for scores in reported if name in scores) for name in exact}
+        assert_close(actual, exact, plain, f"log-probs of the {policy}")
+
+
 def distill(
     store, rank: int, config: Config, folder: Path, groups: list[Group], scores: dict[str, dict[str, torch.Tensor]]
 ) -> RankResult:
     """Run one update on one rank."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
+    worker.anneal_distillation(config.algorithm.distillation.coefficient_in(3))  # half of the initial coefficient
     batch = own_batch(config, worker, groups, scores)
     if config.distills_by_advantage:
         worker.keep_log_probs("old", batch)

@@ -28,6 +28,11 @@ def even_share(prompt: str, response: str, answer: object) -> float:
     return sum(character in "02468" for character in response) / max(len(response), 1)
 
 
+def all_even(prompt: str, response: str, answer: object) -> float:
+    """Return 1 if every character is an even digit, else 0. A random model scores 0 in practically all samples."""
+    return float(even_share(prompt, response, answer) == 1)
+
+
 def first_sequence(prompt: str, response: str, answer: object) -> float:
     return share_of("38174096", response)
 

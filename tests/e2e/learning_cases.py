@@ -13,6 +13,7 @@ from tests.e2e.learning_tasks import (
     Bandit,
     EvenAndLow,
     EvenDigits,
+    HintedDigits,
     Labels,
     Optimum,
     Preferences,
@@ -173,6 +174,7 @@ CASES: dict[str, Case] = {
         "grpo", "algorithm.advantage.credit=reward_to_go", "reward_model.step_end='0'", task=ScoredDigits()
     ),
     "distillation": estimator("policy_gradient", task=TaughtDigits(), has_control=True),
+    "self-distillation": estimator("grpo", task=HintedDigits(), has_control=True),
     "clip": objective("clip"),
     "clip-higher, dual clip": objective("clip", "algorithm.objective={clip_high: 0.28, dual_clip: 3.0}"),
     "unclipped": objective("unclipped"),

@@ -121,6 +121,56 @@ class TaughtDigits(EvenDigits):
         ]
 
 
+HINT = "!" * 32
+
+
+class HintedDigits(EvenDigits):
+    """EvenDigits with a reward of 0 unless all digits are even, so that GRPO alone learns nothing. The teacher is the
+    policy itself, which writes even digits once it sees a hint.
+
+    For the control, it sees text without a hint.
+    """
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        vocabulary = tiny_tokenizer().get_vocab()
+        model = write_hinted(folder / "model", [vocabulary[digit] for digit in EVEN], vocabulary["!"])
+        hint = HINT.replace("!", "?") if shuffled else HINT
+        rows = [{"prompt": prompt, "answer": None, "hint": f"{prompt}{hint}"} for prompt in "abcdefgh"]
+        return [
+            f"model.path={model}",
+            f"rewards.functions=[{{function: '{REWARD}:all_even'}}]",
+            f"data.source={write_rows(folder / 'prompts.jsonl', rows)}",
+            "teachers.models=[{name: hinted, prompt_column: hint}]",
+            "run.export=false",
+        ]
+
+
+def write_hinted(folder: Path, good: Sequence[int], hint: int, margin: float = 8.0) -> Path:
+    """Write a language model that continues a text with one of the good tokens if half of the text is the hint's token,
+    and with any token if the text lacks it.
+
+    Its embeddings are one-hot. Its attention averages over the text and adds the share of the hint's token to dimension
+    0, which is the padding's embedding. This dimension raises the logits of the good tokens, by the margin at a half.
+    """
+    size, factor = len(tiny_tokenizer().get_vocab()), 4.0
+    write_tiny_llama(folder, vocab_size=size, hidden_size=size, num_layers=1, tied=False)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        _pass_embeddings_on(model.model, size)
+        layer, unit = model.model.layers[0], torch.eye(size)
+        layer.input_layernorm.weight.fill_(1.0)
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.weight.zero_()
+        attention.v_proj.weight[0, hint] = factor / layer.input_layernorm(unit).max()
+        attention.o_proj.weight[0, 0] = 1.0
+        model.lm_head.weight.zero_()
+        with_hint = model.model.norm(unit[1] + factor / 2 * unit[0])[0]
+        model.lm_head.weight[list(good), 0] = margin / with_hint
+    model.save_pretrained(folder)
+    return folder
+
+
 def write_teacher(folder: Path, good: Sequence[int], margin: float = 8.0) -> None:
     """Write a language model that continues every text with one of these tokens: their logits exceed all others by the
     margin, so that it writes other tokens with a probability below 1 %.

@@ -18,18 +18,19 @@ pytestmark = pytest.mark.slow
 IDS = {tiny_tokenizer().decode([i]): i for i in range(len(tiny_tokenizer().get_vocab()))}
 
 
-def distributions(model: torch.nn.Module, row: dict) -> torch.Tensor:
-    """Return the log-probs of all tokens at each position of a row's response, [R, V]."""
-    prompt = tiny_tokenizer().encode(row["prompt"])
+def distributions(model: torch.nn.Module, row: dict, prompt_text: str | None = None) -> torch.Tensor:
+    """Return the log-probs of all tokens at each position of a row's response, [R, V], after the row's prompt or another
+    prompt."""
+    prompt = tiny_tokenizer().encode(row["prompt"] if prompt_text is None else prompt_text)
     ids = torch.tensor([prompt + [IDS[text] for text in row["tokens"]]])
     with torch.no_grad():
         return model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 
 
-def log_probs(model: torch.nn.Module, row: dict) -> torch.Tensor:
-    """Return the log-probs of the tokens of a row's response."""
+def log_probs(model: torch.nn.Module, row: dict, prompt_text: str | None = None) -> torch.Tensor:
+    """Return the log-probs of the tokens of a row's response after its prompt, or after another prompt."""
     ids = torch.tensor([IDS[text] for text in row["tokens"]])
-    return distributions(model, row).gather(1, ids[:, None])[:, 0]
+    return distributions(model, row, prompt_text).gather(1, ids[:, None])[:, 0]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,16 @@ def teachers(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
-    """The advantages of the first step equal log p_teacher − log p_student of transformers, weighted over teachers."""
-    models = f"{{name: large, path: {teachers['large']}}}, {{name: small, path: {teachers['small']}, weight: 0.5}}"
+    """The advantages of the first step equal log p_teacher − log p_student of transformers, weighted over teachers. One
+    of them is the policy itself, which sees a hint in every second row. Another one sees the same hints."""
+    hints = {f"{a}+{a}=": f"{a}+{a}={2 * a}. {a}+{a}=" if a % 2 else None for a in range(8)}
+    rows = [{"prompt": prompt, "answer": None, "hint": hint} for prompt, hint in hints.items()]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    models = (
+        f"{{name: large, path: {teachers['large']}}}, {{name: hinted, prompt_column: hint, weight: 2.0}}, "
+        f"{{name: small, path: {teachers['small']}, weight: 0.5, prompt_column: hint}}"
+    )
     run = train_in(
         series,
         tmp_path,
@@ -51,6 +60,7 @@ def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
         *("run.steps=2", f"teachers.models=[{models}]", "rewards.functions=[]", "batch.samples_per_prompt=2"),
         "teachers={layout: {tp: 2}, tokens_per_microbatch: 256, threads: 1, offload: [parameters]}",
         *("algorithm.advantage.estimator=policy_gradient", "algorithm.distillation.coefficient=0.5"),
+        *(f"data.source={data}", "actor.offload=[optimizer]", "actor.layout.dp=2"),
     )
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2]
@@ -60,25 +70,37 @@ def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
     rows = [json.loads(line) for line in (run / "rollouts/step_000001.jsonl").read_text().splitlines()]
     assert len(rows) == 16
     for row in rows:
-        own, *given = (log_probs(each, row) for each in (student, *others))
-        expected = 0.5 * (1.0 * (given[0] - own) + 0.5 * (given[1] - own))
+        asked = row["prompt"].removeprefix("<|user|>").removesuffix("<eos><|assistant|>")
+        hint = None if hints[asked] is None else f"<|user|>{hints[asked]}<eos><|assistant|>"
+        own, large = (log_probs(each, row) for each in (student, others[0]))
+        expected = 0.5 * (large - own)
+        if hint is not None:
+            small, hinted = (log_probs(each, row, hint) for each in (others[1], student))
+            expected += 0.5 * (0.5 * (small - own) + 2.0 * (hinted - own))
         assert row["token_advantages"] == pytest.approx(expected.tolist(), abs=2e-3)
         assert row["advantage"] == pytest.approx(expected.mean().item(), abs=2e-3)
 
 
 def test_teacher_adds_to_the_rewards_of_a_group(series, model, teachers, tmp_path):
-    """With GRPO and several updates per step. Samples of a group have different advantages, and their rewards count."""
+    """With GRPO and several updates per step. Samples of a group have different advantages, and their rewards count. In
+    the second step, the coefficient is 0 and the teacher rests."""
     run = train_in(
         series,
         tmp_path,
         model,
         *("run.steps=2", f"teachers.models=[{{name: large, path: {teachers['large']}}}]", "teachers.threads=1"),
         *("batch.prompts_per_update=4", "batch.epochs=2", "teachers.tokens_per_microbatch=256"),
-        *("algorithm.distillation={coefficient: 0.1, placement: loss}", "algorithm.kl.coefficient=0.01"),
+        *(
+            "algorithm.distillation={coefficient: 0.1, placement: loss, anneal_steps: 1}",
+            "algorithm.kl.coefficient=0.01",
+        ),
     )
-    for step in metrics_of(run):
+    steps = metrics_of(run)
+    for step in steps:
         assert step["reward/std"] > 0 and step["policy/grad_norm"] > 0 and step["kl/loss_token_k3"] >= 0
-        assert step["kl/teacher_large"] > 0.1
+    assert [step["distillation/coefficient"] for step in steps] == [0.1, 0.0]
+    assert steps[0]["kl/teacher_large"] > 0.1 and steps[0]["teachers/seconds"] > 0
+    assert not {"kl/teacher_large", "teachers/seconds"} & steps[1].keys()
 
 
 def test_exact_divergence_is_a_loss_of_the_run(series, model, teachers, tmp_path):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from megarl.rewards.knights_knaves import knights_knaves
 from tests.e2e.knights import FITS, NOT, PEOPLE, answer, puzzles, thought
-from tests.e2e.learning_tasks import of_forward_kl, of_reverse_kl, write_teacher, write_token_scorer
+from tests.e2e.learning_tasks import of_forward_kl, of_reverse_kl, write_hinted, write_teacher, write_token_scorer
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,17 @@ def test_teacher_writes_its_tokens_after_any_text(tmp_path):
         probabilities = model(torch.tensor([[3, 7, 50, 11, 127]])).logits[0].softmax(-1)
     assert (probabilities[:, [7, 11]].sum(-1) > 0.97).all()
     torch.testing.assert_close(probabilities[:, 7], probabilities[:, 11])
+
+
+def test_hinted_model_writes_its_tokens_after_a_hint(tmp_path):
+    write_hinted(tmp_path, [7, 11], hint=5)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        without, with_hint = (
+            model(torch.tensor([ids])).logits[0, -1].softmax(-1) for ids in ([3, 50, 4], [3, 5, 5, 4])
+        )
+    torch.testing.assert_close(without, torch.full_like(without, 1 / len(without)))
+    assert with_hint[[7, 11]].sum() > 0.95
 
 
 def test_only_the_solution_of_a_puzzle_fits():

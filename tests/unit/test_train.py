@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms.baselines import MovingAverage
+from megarl.cluster.groups.teachers import SelfTeacher
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.trained_models import TrainedModels
@@ -211,6 +212,10 @@ class Group:
         names = [item.id for update in updates for batch in update for item in batch.samples]
         return ready({policy: {name: f"{policy} of {name}" for name in names}})
 
+    def anneal_distillation(self, coefficient: float) -> Pending[None]:
+        self.calls.append(f"coefficient {coefficient}")
+        return ready(None)
+
     def score_tokens(self, updates: list[list[RankBatch]]) -> Pending[tuple[dict, dict]]:
         self.calls.append("score_tokens")
         names = [item.id for update in updates for batch in update for item in batch.samples]
@@ -319,6 +324,49 @@ def test_teachers_score_the_actors_samples_before_passes():
         given = {name: value for name, value in item.scores.items() if name.startswith("teacher/")}
         assert given == {name: f"{name} of {item.id}" for name in names}
     assert not any(name.startswith("teacher/") for update in critic.updates for item in update for name in item.scores)
+
+
+def test_self_teacher_computes_on_the_actors_devices(monkeypatch):
+    """After other teachers, for which the trained models' states leave the devices."""
+    models = "teachers.models=[{name: hinted, prompt_column: hint}, {name: a, path: x}]"
+    settings = config("data.source=rows.jsonl", models, "teachers.tokens_per_microbatch=64")
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    log: list[str] = []
+
+    def note(method: str) -> None:
+        inner = getattr(TrainedModels, method)
+        logged = lambda *arguments, **options: [log.append(method), inner(*arguments, **options)][1]  # noqa: E731
+        monkeypatch.setattr(TrainedModels, method, logged)
+
+    note("run")
+    note("offload_all")
+    actor = Group()
+    hinted = SelfTeacher(settings.self_teachers[0], actor)
+    monkeypatch.setattr(hinted, "log_probs", Teacher("hinted", log, "p0").log_probs)
+    workers = replace(workers_of(actor, None), teachers=[hinted, Teacher("a", log, "p0", "p1")])
+    metrics = train(settings, workers, rollouts_of(groups), 1, MovingAverage())
+    assert log[:4] == ["offload_all", "teacher/a", "run", "teacher/hinted"]
+    assert metrics["teachers/seconds"].value >= 0
+    for item in (item for update in actor.updates for item in update):
+        assert ("teacher/hinted" in item.scores) == (item.prompt_id == "p0")
+
+
+def test_teachers_rest_once_the_coefficient_is_zero():
+    keys = ("teachers={models: [{name: a, path: x}], tokens_per_microbatch: 64}", "run.steps=4")
+    settings = config(*keys, "algorithm.distillation={coefficient: 0.5, anneal_steps: 2}")
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    for number, coefficient in enumerate((0.5, 0.25, 0.0, 0.0), start=1):
+        log: list[str] = []
+        actor = Group()
+        actor.calls = log
+        workers = replace(workers_of(actor, None), teachers=[Teacher("a", log, "p0", "p1")])
+        metrics = train(settings, workers, rollouts_of(groups), number, MovingAverage())
+        assert metrics["distillation/coefficient"].value == coefficient
+        passes = ["teacher/a"] if coefficient else []
+        assert log == [f"coefficient {coefficient}", *passes, "old", "train"]
+        assert ("teachers/seconds" in metrics) == bool(coefficient)
+        items = [item for update in actor.updates for item in update]
+        assert items and all(("teacher/a" in item.scores) == bool(coefficient) for item in items)
 
 
 def test_teachers_rest_while_only_the_critic_is_trained():

@@ -1,24 +1,95 @@
-"""Teachers: frozen language models in Megatron."""
+"""Teachers: frozen language models in Megatron, and the policy itself with other prompts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from megarl.cluster.groups.ranks import RankGroup, UntrainedRank
 from megarl.cluster.groups.remote import remote
+from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import RankBatch, Scores, join_by_sample
 from megarl.cluster.session import Session
 from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
+from megarl.core.errors import UserError
 from megarl.core.metrics import Metric
-from megarl.core.prompt import Prompt
-from megarl.core.sample import SampleRef
+from megarl.core.sample import SampleRef, prompt_checksum
+from megarl.data.packing import Packing
+
+if TYPE_CHECKING:
+    from megarl.data.prompts import PromptSet
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtPrompts:
+    """The prompts on which the actor learns from a teacher.
+
+    Attributes:
+        names: ids of the prompts; None: all prompts.
+        privileged: prompt id -> token ids that the teacher sees in place of the prompt's, int32 [P]; None: it sees the
+            prompt itself.
+        checksums: prompt id -> checksum of the prompt's own token ids, with privileged prompts.
+        context_length: maximum number of tokens of a sample.
+    """
+
+    teacher: Teacher
+    names: frozenset[str] | None = None
+    privileged: Mapping[str, NDArray[np.int32]] | None = None
+    checksums: Mapping[str, int] | None = None
+    context_length: int = 0
+
+    @classmethod
+    def of(cls, teacher: Teacher, data: PromptSet, config: Config) -> TaughtPrompts:
+        source_column, names, prompts = config.data.source_column, None, data.prompts
+        if teacher.sources is not None and source_column is not None:
+            prompts = [prompt for prompt in prompts if teacher.applies_to(prompt.columns[source_column])]
+            names = frozenset(prompt.id for prompt in prompts)
+        if teacher.prompt_column is None:
+            return cls(teacher, names)
+        privileged = data.privileged[teacher.prompt_column]
+        prompts = [prompt for prompt in prompts if prompt.id in privileged]
+        return cls(
+            teacher,
+            frozenset(prompt.id for prompt in prompts),
+            privileged,
+            {prompt.id: prompt_checksum(prompt.token_ids) for prompt in prompts},
+            config.rollout.context_length,
+        )
+
+    def batches(self, samples: Sequence[SampleRef], packing: Packing) -> list[RankBatch]:
+        """Return the batch of each data-parallel rank for a pass over the samples of these prompts; an empty list if
+        there are none. A privileged prompt can replace only a row's own prompt, and the sample must still fit into
+        rollout.context_length; other samples are left out. Raise a UserError if a rollout starts with another
+        prompt."""
+        own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
+        if self.privileged is None:
+            return RankBatch.split(own, packing) if own else []
+        own = [sample for sample in own if self._fits(sample)]
+        return RankBatch.split_privileged(own, packing, self.privileged) if own else []
+
+    def _fits(self, sample: SampleRef) -> bool:
+        assert self.privileged is not None and self.checksums is not None, "the teacher sees the samples' own prompts"
+        has_own_prompt = sample.rollout is None or sample.beginning == self.checksums[sample.prompt_id]
+        if not has_own_prompt and sample.id == sample.rollout_id:
+            column = self.teacher.prompt_column
+            raise UserError(
+                f"teachers.models: {self.teacher.name} with prompt_column={column}: the environment started a rollout "
+                f"of {sample.prompt_id} with another prompt than the row's, so the prompt in column {column!r} cannot "
+                "replace it. Fix: use an environment without tools whose reset returns no messages, or remove "
+                "prompt_column"
+            )
+        length = len(self.privileged[sample.prompt_id]) + sample.num_response_tokens
+        return has_own_prompt and length <= self.context_length
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -33,24 +104,39 @@ class TeacherGroup(RankGroup):
 
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
         super().__init__(session, config, "teachers", folder, processes)
-        self.role, self.scores, self._teacher = f"teacher {teacher.name}", teacher.scores, teacher
-        self._prompts: frozenset[str] | None = None
-        """Ids of the prompts from the teacher's sources; None: all prompts."""
+        self.role, self.scores = f"teacher {teacher.name}", teacher.scores
+        self._taught = TaughtPrompts(teacher)
 
     @remote(timeout="passes", join=join_by_sample)
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
 
-    def select(self, prompts: Sequence[Prompt], source_column: str | None) -> None:
-        """Restrict the teacher to the prompts from its sources."""
-        if self._teacher.sources is not None and source_column is not None:
-            own = (prompt.id for prompt in prompts if self._teacher.applies_to(prompt.columns[source_column]))
-            self._prompts = frozenset(own)
+    def select(self, data: PromptSet, config: Config) -> None:
+        """Restrict the teacher to the prompts from its sources, and note its privileged prompts."""
+        self._taught = TaughtPrompts.of(self._taught.teacher, data, config)
 
     def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
         """Return the teacher's log-prob of each response token, float32 [R], or its hidden states, [R, h], by sample
         id, for the samples of its prompts. See TeacherWorker.score_tokens."""
-        own = [sample for sample in samples if self._prompts is None or sample.prompt_id in self._prompts]
-        return self._score_tokens.on_each(self._by_rank(RankBatch.split(own, self.packing))) if own else ready({})
+        batches = self._taught.batches(samples, self.packing)
+        return self._score_tokens.on_each(self._by_rank(batches)) if batches else ready({})
+
+
+class SelfTeacher:
+    """A teacher that is the policy or the reference itself with other prompts. It computes on the actor's ranks."""
+
+    def __init__(self, teacher: Teacher, actor: TrainerGroup):
+        self.scores, self._actor = teacher.scores, actor
+        self._taught = TaughtPrompts(teacher)
+
+    def select(self, data: PromptSet, config: Config) -> None:
+        """Restrict the teacher to the rows with a privileged prompt."""
+        self._taught = TaughtPrompts.of(self._taught.teacher, data, config)
+
+    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
+        """Return the log-probs as TeacherGroup does. The actor's weights must be on its devices."""
+        batches = self._taught.batches(samples, self._actor.packing)
+        policy = "reference" if self._taught.teacher.weights == "reference" else "old"
+        return self._actor.teacher_log_probs(policy, batches) if batches else ready({})
 
 
 def all_scores(

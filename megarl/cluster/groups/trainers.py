@@ -79,6 +79,9 @@ class TrainerRank(RankActor):
     def reference_log_probs(self, batch: LocalBatch) -> dict[str, Scores]:
         return self._keep_log_probs("reference", batch)
 
+    def teacher_log_probs(self, policy: Policy, batch: LocalBatch) -> Scores:
+        return put_scores(self._worker.teacher_log_probs(policy, batch))
+
     def _keep_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, Scores]:
         return {name: put_scores(scores) for name, scores in self._worker.keep_log_probs(policy, batch).items()}
 
@@ -180,6 +183,13 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="passes", phase="reference log-probs", join=join_named_scores)
     def _reference_log_probs(self, batch: RankBatch) -> dict[str, Scores]: ...
+
+    @remote(timeout="passes", phase="teacher log-probs", join=join_by_sample)
+    def _teacher_log_probs(self, policy: Policy, batch: RankBatch) -> Scores: ...
+
+    @remote(timeout="update")
+    def anneal_distillation(self, coefficient: float) -> None:
+        """Set the coefficient of the divergence from the teachers, until the next call."""
 
     @remote(timeout="passes", phase="log-probs of canary prompts", join=join_by_sample)
     def _differences(self, batch: RankBatch, scoring: Scoring) -> dict[str, list[float]]: ...
@@ -344,6 +354,11 @@ class TrainerGroup(RankGroup):
         log_probs = self._old_log_probs if policy == "old" else self._reference_log_probs
         passes = [log_probs.on_each(self._by_rank(batches)) for batches in updates]
         return join(passes).then(join_named_scores)
+
+    def teacher_log_probs(self, policy: Policy, batches: Sequence[RankBatch]) -> Pending[Scores]:
+        """Submit a forward-only pass. The result is the policy's log-prob of each response token, float32 [R], by
+        sample id."""
+        return self._teacher_log_probs.on_each((policy, batch) for (batch,) in self._by_rank(batches))
 
     def differences(self, batches: Sequence[RankBatch], scoring: Scoring) -> Pending[dict[str, list[float]]]:
         """Compute the difference of each response token's log-prob, trainer minus engine, by sample id."""

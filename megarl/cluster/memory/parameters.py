@@ -138,7 +138,7 @@ def min_host_bytes(config: Config, models: Models, policy: ModelParameters) -> d
         weights = ranks * sum(stage.weights for stage in stages)
         trained = 0 if settings.frozen else ranks * sum(stage.gradients + stage.optimizer for stage in stages)
         parts[f"{role}: weights, gradients, optimizer"] = weights + trained
-        if role == "actor" and config.has_reference and settings.adapters is None:
+        if role == "actor" and config.keeps_reference and settings.adapters is None:
             parts["reference: weights"] = weights
     for name, model in models.teachers.items():
         layout = config.teachers.layout

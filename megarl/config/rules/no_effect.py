@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.config.algorithm_schema import VARIANTS
 from megarl.config.document import show, value_at
-from megarl.config.model_schema import Critic
+from megarl.config.model_schema import Critic, Teachers
 from megarl.config.run_schema import TrackerName
 from megarl.config.schema import Config
 
@@ -198,7 +198,7 @@ KEY_REQUIREMENTS = (
     _if_set("algorithm.kl.coefficient=0.001", {"algorithm.kl.adaptive_target": None}),
     _if_set("algorithm.kl.adaptive_target=0.1", ("algorithm.kl.adaptive_horizon",)),
     KeyRequirement(
-        "algorithm.kl.coefficient=0.001", lambda config: config.has_reference, {"algorithm.kl.renew_steps": None}
+        "algorithm.kl.coefficient=0.001", lambda config: config.keeps_reference, {"algorithm.kl.renew_steps": None}
     ),
     _if_set("algorithm.kl.renew_steps=1", {"algorithm.kl.renew_share": 1.0}),
     _if_set("algorithm.trust_region.kl_limit=0.01", ("algorithm.trust_region",)),
@@ -212,6 +212,12 @@ KEY_REQUIREMENTS = (
         {"algorithm.distillation.estimator": None, "algorithm.distillation.limit": None},
     ),
     _if_equal("algorithm.distillation.divergence=jsd", ("algorithm.distillation.beta",)),
+    _if_set("algorithm.distillation.anneal_steps=100", {"algorithm.distillation.final_coefficient": 0.0}),
+    KeyRequirement(
+        "teachers.models=[{name: NAME, path: PATH}]",
+        lambda config: any(teacher.path is not None for teacher in config.teachers.models),
+        tuple(f"teachers.{name}" for name in Teachers.model_fields if name != "models"),
+    ),
     KeyRequirement(
         "reward_model.input_format=question", lambda config: config.reward_model.judges, ("reward_model.judge",)
     ),

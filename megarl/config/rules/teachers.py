@@ -23,12 +23,64 @@ def distillation_alone_needs_no_rounds(config: Config) -> Iterator[str]:
         )
 
 
+def distillation_alone_does_not_end(config: Config) -> Iterator[str]:
+    distillation, steps = config.algorithm.distillation, config.run.steps
+    last = distillation.anneal_steps
+    if not config.has_teachers or config.has_rewards or last is None or distillation.final_coefficient > 0:
+        return
+    if last < steps:
+        yield (
+            f"algorithm.distillation.anneal_steps={last}: with rewards.functions=[] and final_coefficient=0, the actor "
+            f"would learn nothing in the steps after {last} of run.steps={steps}. Fix: set "
+            f"algorithm.distillation.anneal_steps={steps}, set algorithm.distillation.final_coefficient=0.1, or add a "
+            "reward"
+        )
+
+
 def teacher_sources_require_source_column(config: Config) -> Iterator[str]:
     named = next((teacher for teacher in config.teachers.models if teacher.sources is not None), None)
     if named is not None and not config.is_offline and config.data.source_column is None:
         yield (
             f"teachers.models: {named.name} with sources={named.sources}: the source of a row is unknown, because "
             "data.source_column=null. Fix: set data.source_column"
+        )
+
+
+def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
+    for teacher in config.teachers.models:
+        if teacher.path is None and teacher.prompt_column is None:
+            yield (
+                f"teachers.models: {teacher.name} with path=null and prompt_column=null: without a path, the teacher "
+                "is the policy itself, and there is nothing to learn from its log-probs of its own prompts. Fix: set "
+                "path, or set prompt_column to a column with prompts that contain a hint"
+            )
+        if teacher.path is None and teacher.revision is not None:
+            yield (
+                f"teachers.models: {teacher.name} with revision={teacher.revision}: has no effect with path=null. Fix: "
+                "set path, or remove revision"
+            )
+        if teacher.path is not None and teacher.weights == "reference":
+            yield (
+                f"teachers.models: {teacher.name} with weights=reference: has no effect with path={teacher.path}. Fix: "
+                "remove weights, or set path=null for the actor's reference"
+            )
+
+
+def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
+    teacher = next((teacher for teacher in config.teachers.models if teacher.prompt_column is not None), None)
+    if teacher is None or config.is_offline:
+        return
+    entry = f"teachers.models: {teacher.name} with prompt_column={teacher.prompt_column}"
+    if config.data.is_procedural:
+        yield (
+            f"{entry}: data.source={config.data.source} has no such column. Fix: set data.source to a .jsonl or "
+            ".parquet file with this column"
+        )
+    if config.has_environment and config.actor.experts.replay_routes:
+        yield (
+            f"{entry}: with actor.experts.replay_routes=true, megarl cannot tell whether a rollout of "
+            f"environment.class={config.environment.name} starts with its row's prompt. Fix: set "
+            "actor.experts.replay_routes=false"
         )
 
 
@@ -52,10 +104,23 @@ def exact_divergence_covers_the_vocabulary(config: Config) -> Iterator[str]:
         )
 
 
+def exact_divergence_requires_other_models(config: Config) -> Iterator[str]:
+    for teacher in config.self_teachers if config.algorithm.distillation.is_exact else ():
+        yield (
+            f"algorithm.distillation.divergence={config.algorithm.distillation.divergence}: an exact divergence is "
+            f"computed from the output layer of another model, but {teacher.name} is the policy itself (path=null). "
+            "Fix: set path, or set algorithm.distillation.divergence=sampled"
+        )
+
+
 RULES = (
     teachers_have_distinct_names,
+    teachers_without_a_path_see_another_prompt,
+    prompt_columns_require_rows_of_files,
     distillation_alone_needs_no_rounds,
+    distillation_alone_does_not_end,
     teacher_sources_require_source_column,
     exact_divergence_is_in_the_loss,
     exact_divergence_covers_the_vocabulary,
+    exact_divergence_requires_other_models,
 )

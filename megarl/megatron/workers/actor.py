@@ -69,13 +69,14 @@ class ActorWorker(TrainerWorker):
         self._changed_share = ChangedShare(self.optimizer, device.device())
         if config.distills_exactly and parallel.is_last_stage(None):
             head: Any = model_of(self.chunks[-1]).output_layer
-            load_teacher_heads(head, self._teachers, config.algorithm.distillation, self.dtype)
+            load_teacher_heads(head, config.teachers.models, config.algorithm.distillation, self.dtype)
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """Coefficient of the KL to the reference. Changes between steps if algorithm.kl.adaptive_target is set."""
+        self._distillation = config.algorithm.distillation
         self._penalty: float | None = None
         """Penalty of the objective kl_penalty, adapted to penalty_target; None before the first adaptation."""
-        if config.has_reference and self.adapters is None:
+        if config.keeps_reference and self.adapters is None:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
         self._token_details = TokenDetails(config.num_detailed_groups)
         self._advantages: dict[str, float] = {}
@@ -91,14 +92,15 @@ class ActorWorker(TrainerWorker):
     @property
     def loss(self) -> Loss:
         loss, coefficient = self._loss_of_objective, self._config.actor.mtp.loss_coefficient
-        if self._config.distills_exactly:
-            loss = with_distillation_loss(loss, self._config.algorithm.distillation, self._teachers)
+        if self._config.distills_exactly and self._teachers:
+            loss = with_distillation_loss(loss, self._distillation, self._teachers)
         return with_mtp_loss(loss, coefficient) if coefficient and has_trained_mtp(self.chunks) else loss
 
     @property
     def _loss_of_objective(self) -> Loss:
         config, has_moved = self._config, self._has_moved
-        algorithm, spec = config.algorithm, config.algorithm.objective.spec
+        algorithm = config.algorithm.model_copy(update={"distillation": self._distillation})
+        spec = algorithm.objective.spec
         if spec.is_policy_objective:
             loss = configured_policy_loss(
                 algorithm,
@@ -150,7 +152,7 @@ class ActorWorker(TrainerWorker):
         If a later epoch may place the samples on different ranks, one rank per data-parallel replica returns the
         results: name in TokenBatch -> sample id -> float32 [R] on the host.
         """
-        with self._reference() if policy == "reference" else nullcontext():
+        with self._weights_of(policy):
             scored = self._forward(batch, replays=policy == "old")
         columns = {policy: 0} | ({"values": 2} if policy == "old" and self._config.actor_has_values else {})
         kept = {name: {sample: values[:, i] for sample, values in scored.items()} for name, i in columns.items()}
@@ -159,6 +161,16 @@ class ActorWorker(TrainerWorker):
         if not self._config.moves_samples(self._settings) or not parallel.returns_results():
             return {}
         return {name: {sample: score.cpu() for sample, score in scores.items()} for name, scores in kept.items()}
+
+    def teacher_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, torch.Tensor]:
+        """Run a forward-only pass, without replayed routes, on samples with privileged prompts. Return sample id -> the
+        policy's log-prob of each response token, float32 [R] on the host. One rank per data-parallel replica returns
+        the log-probs."""
+        with self._weights_of(policy):
+            scored = self._forward(batch, replays=False)
+        if not parallel.returns_results():
+            return {}
+        return {name: columns[:, 0].cpu() for name, columns in scored.items()}
 
     def differences(self, batch: LocalBatch, scoring: Scoring) -> dict[str, list[float]]:
         """Return sample id -> the trainer's log-prob minus the engine's for each response token. Runs a forward-only
@@ -170,9 +182,11 @@ class ActorWorker(TrainerWorker):
         engine = {item.sample.id: torch.tensor(item.sample.response_logprobs) for item in batch.samples}
         return {name: (columns[:, 0].cpu() - engine[name]).tolist() for name, columns in scored.items()}
 
-    def _reference(self) -> AbstractContextManager[None]:
-        """Return a context manager within which the model is the reference. For a model with adapters, the reference
-        is the model without adapters."""
+    def _weights_of(self, policy: Policy) -> AbstractContextManager[None]:
+        """Return a context manager within which the model is this policy. For a model with adapters, the reference is
+        the model without adapters."""
+        if policy == "old":
+            return nullcontext()
         if self.adapters is not None:
             return adapters_off(self.chunks)
         return self._weight_snapshots.swapped_in("reference")
@@ -208,7 +222,9 @@ class ActorWorker(TrainerWorker):
 
     @property
     def _teachers(self) -> Sequence[Teacher]:
-        return self._config.teachers.models if self._config.has_teachers else ()
+        """The teachers whose scores this step uses."""
+        is_used = self._config.has_teachers and self._distillation.coefficient > 0
+        return self._config.teachers.models if is_used else ()
 
     def note_advantages(self, batch: LocalBatch) -> None:
         """Record the moments of an update's advantages. Call it for every update before the step's first update,
@@ -223,9 +239,9 @@ class ActorWorker(TrainerWorker):
             self._rank_moments.clear()
         config = self._config
         estimated = with_advantages(config.algorithm, batches, self._step_moments)
-        if not config.distills_by_advantage:
+        if not config.distills_by_advantage or not self._teachers:
             return estimated
-        divergence = configured_distillation(config.algorithm.distillation, self._teachers)
+        divergence = configured_distillation(self._distillation, self._teachers)
         return add_distillation(estimated, divergence, config.algorithm.correction.old == "rollout")
 
     def end_step(self) -> None:
@@ -256,6 +272,10 @@ class ActorWorker(TrainerWorker):
         """Return per-token details of a few samples trained on since the last call, as {sample id: {detail name:
         values, one per response token}}."""
         return self._token_details.take()
+
+    def anneal_distillation(self, coefficient: float) -> None:
+        """Set the coefficient of the divergence from the teachers, until the next call."""
+        self._distillation = self._distillation.model_copy(update={"coefficient": coefficient})
 
     def adapt_kl(self, divergence: float, num_samples: int) -> None:
         """Adapt the KL coefficient to a step's mean divergence from the reference."""

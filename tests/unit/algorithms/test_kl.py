@@ -113,6 +113,13 @@ def test_adaptive_coefficient_change_is_bounded(divergence, expected):
     assert kl.adapted(1.0, divergence, 0.05, 100, 1000) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("final", "expected"), [(0.0, [0.8, 0.6, 0.4, 0.2, 0.0, 0.0]), (1.0, [0.8, 0.85, 0.9, 0.95])])
+def test_annealed_coefficient_is_linear_then_constant(final, expected):
+    found = [kl.annealed(0.8, final, 4, step) for step in range(1, len(expected) + 1)]
+    assert found == pytest.approx(expected)
+    assert kl.annealed(0.8, final, 4, 5) == kl.annealed(0.8, final, 4, 1000) == final
+
+
 @pytest.mark.parametrize(
     ("divergence", "expected"), [(0.0, 0.5), (0.0066, 0.5), (0.0067, 1), (0.0149, 1), (0.0151, 2), (9.0, 2)]
 )

@@ -413,6 +413,68 @@ def test_rendered_text_is_not_rendered_again(starting_folder, tmp_path, prompt):
     assert whole.text.startswith("<s><|user|>a <s> b")
 
 
+HINTED = "teachers.models=[{name: t, prompt_column: hint, sources: [math]}]"
+
+
+def hinted(folder, *rows: dict, source="data.source_column=kind"):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "a", "answer": 1, "kind": "math", **row}) + "\n" for row in rows))
+    limits = "rollout={max_new_tokens: 16, context_length: 40}"
+    return ["model.path=m", f"data.source={path}", source, limits, HINTED]
+
+
+def test_privileged_prompts_are_rendered_as_prompts_are(model_folder, tmp_path):
+    """Rows of other sources and empty columns have none. An evaluation set has none at all."""
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    hints = ["a? b", messages, "", [], None]
+    rows = [*({"hint": hint} for hint in hints), {}, {"kind": "code", "hint": "c"}]
+    config = load(BASE, hinted(tmp_path, *rows))
+    data = load_prompts(config, model_folder)
+    tokenizer = tiny_tokenizer()
+    texts = {name: tokenizer.decode(ids) for name, ids in data.privileged["hint"].items()}
+    assert texts == {
+        "rows.jsonl:1": "<|user|>a? b<eos><|assistant|>",
+        "rows.jsonl:2": "<|system|>S<eos><|user|>U<eos><|assistant|>",
+    }
+    assert [prompt.text for prompt in data.prompts] == ["<|user|>a<eos><|assistant|>"] * 7
+    assert load_prompts(config_of_set(config, EvaluationSet(name="set")), model_folder).privileged == {}
+    rows[0]["hint"] = "a? c"
+    assert load_prompts(load(BASE, hinted(tmp_path, *rows)), model_folder).data_hash != data.data_hash
+
+
+def test_privileged_prompts_have_the_system_prompt(model_folder, tmp_path):
+    config = load(BASE, [*hinted(tmp_path, {"hint": "b"}), "data.system_prompt=S"])
+    [ids] = load_prompts(config, model_folder).privileged["hint"].values()
+    assert tiny_tokenizer().decode(ids) == "<|system|>S<eos><|user|>b<eos><|assistant|>"
+
+
+def test_overlong_privileged_prompts_follow_the_policy(model_folder, tmp_path):
+    overrides = hinted(tmp_path, {"hint": "b" * 22}, {"hint": "b" * 21})
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the prompt in column 'hint' has 25 tokens \(25 \+ rollout"):
+        load_prompts(load(BASE, overrides), model_folder)
+    data = load_prompts(load(BASE, [*overrides, "data.overlong=drop"]), model_folder)
+    assert [prompt.id for prompt in data.prompts] == [*data.privileged["hint"]] == ["rows.jsonl:2"]
+    assert data.num_dropped == 1
+
+
+@pytest.mark.parametrize(
+    ("hints", "overrides", "message"),
+    [
+        ([7], [], r"rows.jsonl:1: column 'hint': expected text or a list of .*, found int 7"),
+        (["", ""], [], "teachers.models: t with prompt_column=hint: no row has a prompt in this column"),
+        (
+            ["b", ""],
+            ["rewards.functions=[]"],
+            "rows.jsonl:2: the column 'hint', the prompt_column of the teacher t, is empty, and no reward applies",
+        ),
+    ],
+)
+def test_unusable_privileged_prompts_are_rejected(model_folder, tmp_path, hints, overrides, message):
+    config = load(BASE, [*hinted(tmp_path, *({"hint": hint} for hint in hints)), *overrides])
+    with pytest.raises(UserError, match=message):
+        load_prompts(config, model_folder)
+
+
 def test_row_without_teacher_and_reward_is_rejected(model_folder, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": "a", "answer": 1, "kind": k}) + "\n" for k in ("math", "code")))

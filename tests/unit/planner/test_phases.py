@@ -168,6 +168,14 @@ def teacher_plan(tmp_path, *overrides):
     return plan_recipe(recipe(*keys), read_cluster("2xH100"), as_is=True).best
 
 
+def test_self_teacher_is_a_pass_of_the_actor(tmp_path):
+    plan = teacher_plan(tmp_path, "teachers.models=[{name: t, prompt_column: hint}]", "data.source=rows.jsonl")
+    without = teacher_plan(tmp_path, "data.source=rows.jsonl")
+    assert {load.phase for load in plan.loads} == {load.phase for load in without.loads}
+    assert not any(name.startswith("teacher") for name in plan.times.phases)
+    assert (plan.workload.passes, without.workload.passes) == (2, 0)  # the advantages need the old log-probs
+
+
 def test_teacher_has_its_own_phase_and_time(tmp_path):
     """The teacher is larger than the actor: its weights, its forward pass and their time are those of its layout."""
     models = f"teachers.models=[{{name: large, path: {tmp_path / 'large'}}}]"

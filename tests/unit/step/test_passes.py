@@ -111,6 +111,18 @@ def config(*overrides: str):
             True,
             "algorithm.distillation.coefficient=1; teachers: a, b",
         ),
+        (
+            [TEACHERS, "algorithm.distillation.anneal_steps=10"],
+            "teacher log-probs",
+            True,
+            "algorithm.distillation.coefficient=1, annealed to 0 over 10 steps; teachers: a, b",
+        ),
+        (
+            ["teachers.models=[{name: a, prompt_column: hint}]", "data.source=rows.jsonl"],
+            "teacher log-probs",
+            True,
+            "algorithm.distillation.coefficient=1; teachers: a [the policy with another prompt]",
+        ),
         ([TEACHERS], "old log-probs", True, "the advantages include the KL to the teachers"),
         ([TEACHERS, "algorithm.distillation.placement=loss"], "old log-probs", False, "one update per step"),
         ([TEACHERS, "algorithm.correction.old=rollout"], "old log-probs", False, "the engine's log-probs approximate"),

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megarl.cluster.groups.teachers import TeacherGroup
+from megarl.cluster.groups.teachers import SelfTeacher, TaughtPrompts, TeacherGroup
 from megarl.cluster.pending import ready
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch
+from megarl.config.load import load
 from megarl.config.model_schema import Teacher
+from megarl.core.completion import VersionRun
+from megarl.core.episode import Episode, RolloutInfo
+from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
-from megarl.core.sample import SampleRef
+from megarl.core.sample import Sample, SampleRef
+from megarl.data.prompts import PromptSet
 from tests.packing import packing
+from tests.paths import BASE
 
 SOURCES = {"p0": "math", "p1": "code", "p2": "math", "p3": None}
 
@@ -21,6 +30,11 @@ def sample(prompt: str, k: int) -> SampleRef:
     return SampleRef(f"{prompt}.{k}", prompt, 5, 3, 3, "stop", 0, 0, sample=f"{prompt}.{k}")
 
 
+KEYS = [
+    *("model.path=m", "data.source=rows.jsonl", "data.source_column=kind"),
+    *("rollout.context_length=64", "rollout.max_new_tokens=32"),
+]
+ROWS = tuple(Prompt(name, "", [7, i], columns={"kind": source}) for i, (name, source) in enumerate(SOURCES.items()))
 SAMPLES = [sample(prompt, k) for prompt in SOURCES for k in range(2)]
 
 
@@ -29,7 +43,7 @@ SAMPLES = [sample(prompt, k) for prompt in SOURCES for k in range(2)]
 )
 def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompts) -> None:
     group = object.__new__(TeacherGroup)
-    group._teacher, group._prompts = Teacher(name="t", path="x", sources=sources), None
+    group._taught = TaughtPrompts(Teacher(name="t", path="x", sources=sources))
     group.packing, group._data_parallel_ranks = packing(num_ranks=2), [0, 0, 1, 1]
     calls: list[list[str]] = []
 
@@ -38,11 +52,84 @@ def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompt
         return ready({name: "log-probs" for of_rank in calls for name in of_rank})
 
     monkeypatch.setattr(TeacherGroup, "_score_tokens", SimpleNamespace(on_each=on_each))
-    rows = [Prompt(name, "", np.empty(0, np.int32), columns={"kind": source}) for name, source in SOURCES.items()]
-    group.select(rows, "kind")
+    group.select(PromptSet(ROWS, "hash"), load(BASE, KEYS))
     expected = {f"p{prompt}.{k}" for prompt in prompts for k in range(2)}
     assert group.score_tokens(SAMPLES).result().keys() == expected
     if expected:
         assert calls[0] == calls[1] and calls[2] == calls[3] and sorted(calls[0] + calls[2]) == sorted(expected)
     else:
         assert calls == []
+
+
+HINTS = {name: np.arange(10 + i, dtype=np.int32) for i, name in enumerate(("p0", "p2", "p3"))}
+DATA = PromptSet(ROWS, "hash", privileged={"hint": HINTS})
+
+
+class Actor:
+    """Fakes a TrainerGroup that gives every sample of a batch the same log-probs."""
+
+    packing = packing(num_ranks=2)
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[RankBatch]]] = []
+
+    def teacher_log_probs(self, policy, batches):
+        self.calls.append((policy, batches))
+        return ready({item.id: "log-probs" for batch in batches for item in batch.samples})
+
+
+@pytest.mark.parametrize(("weights", "policy"), [("policy", "old"), ("reference", "reference")])
+def test_self_teacher_scores_rows_with_privileged_prompts(weights, policy) -> None:
+    actor = Actor()
+    teacher = SelfTeacher(Teacher(name="t", prompt_column="hint", weights=weights, sources=["math", "code"]), actor)
+    teacher.select(DATA, load(BASE, KEYS))
+    assert teacher.score_tokens(SAMPLES).result().keys() == {"p0.0", "p0.1", "p2.0", "p2.1"}
+    [(of_pass, batches)] = actor.calls
+    assert of_pass == policy
+    lengths = {item.id: item.num_prompt_tokens for batch in batches for item in batch.samples}
+    assert lengths == {"p0.0": 10, "p0.1": 10, "p2.0": 11, "p2.1": 11}
+    assert all(batch.privileged.keys() == {item.prompt_id for item in batch.samples} for batch in batches)
+    assert teacher.score_tokens(SAMPLES[2:4]).result() == {} and len(actor.calls) == 1
+
+
+def played(prompt: Prompt, number: int, ids: tuple[int, ...], num_tokens: int = 3) -> SampleRef:
+    """Return a rollout's sample with this number, which starts with these tokens."""
+    info = RolloutInfo("done", 1, 2, {}, 0, 0)
+    episode = Episode(info, (), {}, None, (), first_turn=0, is_last=number == 1)
+    rollout = f"{prompt.id}.0"
+    name = rollout if number == 0 else f"{rollout}/{number}"
+    values = (5,) * num_tokens, (-1.0,) * num_tokens, (True,) * num_tokens, (VersionRun(0, num_tokens),)
+    sample = Sample(name, replace(prompt, token_ids=ids), *values, "stop", "", rollout_id=rollout, episode=episode)
+    return SampleRef.of(sample)
+
+
+def test_samples_that_start_otherwise_are_not_taught() -> None:
+    """A sample that continues another one has no privileged prompt. A sample must fit with the longer prompt."""
+    row = ROWS[0]
+    first, second = played(row, 0, (7, 0)), played(row, 1, (7, 0, 5, 5))
+    assert first.beginning != second.beginning
+    taught = TaughtPrompts.of(Teacher(name="t", prompt_column="hint"), DATA, load(BASE, KEYS))
+    [batch] = taught.batches([first, second], packing())
+    assert [item.id for item in batch.samples] == ["p0.0"]
+    assert taught.batches([played(row, 0, (7, 0), 54)], packing()) != []
+    assert taught.batches([played(row, 0, (7, 0), 55)], packing()) == []
+    message = "teachers.models: t with prompt_column=hint: the environment started a rollout of p0 with another prompt"
+    with pytest.raises(UserError, match=re.escape(message)):
+        taught.batches([played(row, 0, (7, 1))], packing())
+
+
+def test_privileged_prompts_replace_prompts_and_routes(monkeypatch) -> None:
+    """The same samples keep their own prompts in other passes of the step."""
+    prompt, runs = ROWS[0], (VersionRun(0, 3),)
+    routes = np.zeros((5, 2, 1), np.int8)
+    sample = Sample("p0.0", prompt, (4, 5, 6), (-1.0,) * 3, (True, False, True), runs, "stop", "", routes=routes)
+    monkeypatch.setattr("megarl.cluster.rank_batch._get", lambda refs: dict.fromkeys(refs, sample))
+    [own] = RankBatch.split([replace(sample.ref, sample="ref")], packing())
+    [batch] = RankBatch.split_privileged([replace(sample.ref, sample="ref")], packing(), HINTS)
+    fetched = FetchedBatches()
+    for _ in range(2):
+        assert fetched.fetch(own).samples[0].sample is sample
+        [item] = fetched.fetch(batch).samples
+        assert item.sample.token_ids.tolist() == [*range(10), 4, 5, 6] and item.sample.routes is None
+        assert item.num_prompt_tokens == 10
+        assert item.sample.response_mask.tolist() == [True, False, True]

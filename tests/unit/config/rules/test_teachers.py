@@ -7,7 +7,7 @@ import pytest
 from tests.unit.config.rules.recipes import errors, recipe
 
 TEACHERS = "teachers.models=[{name: math, path: large}, {name: code, path: larger, weight: 0.5}]"
-SHOWN = "teachers.models=[{name: math, path: large, revision: null, sources: null,...: has no effect unless "
+SHOWN = "teachers.models=[{name: math, path: large, prompt_column: null, revision:...: has no effect unless "
 ALONE = "rewards.functions=[]"
 
 
@@ -37,11 +37,41 @@ def test_actor_reads_teachers_from_their_folders() -> None:
     ]
 
 
+SELF = "teachers.models=[{name: hinted, prompt_column: hint}]"
+ROWS = "data.source=rows.jsonl"
+
+
+def test_self_teacher_has_no_devices_of_its_own() -> None:
+    config = recipe(SELF, ROWS, ALONE)
+    assert config.has_teachers and config.distills_by_advantage and "teachers" not in config.num_ranks
+    assert config.placed_teachers == [] and [teacher.name for teacher in config.self_teachers] == ["hinted"]
+    assert not config.keeps_reference
+    both = "teachers.models=[{name: hinted, prompt_column: hint}, {name: large, path: x, prompt_column: hint}]"
+    config = recipe(both, ROWS, "teachers.layout.tp=2")
+    assert config.num_ranks["teachers"] == 2
+    assert [(teacher.name, path) for teacher, path in config.placed_teachers] == [("large", "x")]
+
+
+def test_self_teacher_may_be_a_moving_average() -> None:
+    models = "teachers.models=[{name: hinted, prompt_column: hint, weights: reference}]"
+    config = recipe(models, ROWS, "algorithm.kl={renew_steps: 1, renew_share: 0.05}")
+    assert config.keeps_reference and not config.has_reference
+    [line] = errors(SELF, ROWS, "algorithm.kl.renew_steps=1")
+    assert line.startswith("algorithm.kl.renew_steps=1: has no effect unless algorithm.kl.coefficient=0.001.")
+
+
 def test_coefficient_of_zero_leaves_the_teachers_out() -> None:
     config = recipe(TEACHERS, "algorithm.distillation.coefficient=0")
     assert not config.has_teachers and "teachers" not in config.num_ranks
     [line] = errors(TEACHERS, ALONE, "algorithm.distillation.coefficient=0")
     assert line.startswith("rewards.functions=[]: samples would have no reward.")
+
+
+def test_coefficient_may_increase_from_zero() -> None:
+    config = recipe(TEACHERS, "algorithm.distillation={coefficient: 0, anneal_steps: 10, final_coefficient: 0.5}")
+    assert config.has_teachers
+    coefficients = [config.algorithm.distillation.coefficient_in(step) for step in (1, 2, 11, 12)]
+    assert coefficients == pytest.approx([0.0, 0.05, 0.5, 0.5])
 
 
 def test_null_removes_the_teachers() -> None:
@@ -63,6 +93,35 @@ def test_null_removes_the_teachers() -> None:
             ["teachers.models=[{name: a, path: x, sources: [math]}]"],
             "teachers.models: a with sources=['math']: the source of a row is unknown, because data.source_column=",
         ),
+        (
+            [TEACHERS, ALONE, "algorithm.distillation.anneal_steps=9", "run.steps=10"],
+            "algorithm.distillation.anneal_steps=9: with rewards.functions=[] and final_coefficient=0, the actor would",
+        ),
+        (
+            [TEACHERS, "algorithm.distillation.final_coefficient=0.5"],
+            "algorithm.distillation.final_coefficient=0.5: has no effect unless algorithm.distillation.anneal",
+        ),
+        (
+            ["teachers.models=[{name: a}]"],
+            "teachers.models: a with path=null and prompt_column=null: without a path, the teacher is the policy",
+        ),
+        (
+            ["teachers.models=[{name: a, prompt_column: hint, revision: v1}]", ROWS],
+            "teachers.models: a with revision=v1: has no effect with path=null. Fix: set path, or remove revision",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, weights: reference}]"],
+            "teachers.models: a with weights=reference: has no effect with path=x. Fix: remove weights, or set path",
+        ),
+        (
+            [SELF],
+            "teachers.models: hinted with prompt_column=hint: data.source=arithmetic has no such column. Fix: set",
+        ),
+        (
+            [SELF, ROWS, "environment.class=game.py:Game", "actor.experts.replay_routes=true"],
+            "teachers.models: hinted with prompt_column=hint: with actor.experts.replay_routes=true, megarl cannot",
+        ),
+        ([SELF, ROWS, "teachers.layout.tp=2"], "teachers.layout.tp=2: has no effect unless teachers.models=[{name:"),
         (
             ["algorithm.distillation.placement=loss"],
             "algorithm.distillation.placement=loss: has no effect unless teachers.models=[{name: NAME, path: PATH}].",
@@ -86,6 +145,10 @@ def test_null_removes_the_teachers() -> None:
         (
             [TEACHERS, "algorithm.distillation={divergence: forward_kl, placement: loss, beta: 0.1}"],
             "algorithm.distillation.beta=0.1: has no effect unless algorithm.distillation.divergence=jsd.",
+        ),
+        (
+            [SELF, ROWS, "algorithm.distillation={divergence: reverse_kl, placement: loss}"],
+            "algorithm.distillation.divergence=reverse_kl: an exact divergence is computed from the output layer of",
         ),
         (["teachers.layout.tp=2"], "teachers.layout.tp=2: has no effect unless teachers.models=[{name: NAME"),
         (
