@@ -19,8 +19,7 @@ IDS = {tiny_tokenizer().decode([i]): i for i in range(len(tiny_tokenizer().get_v
 
 
 def distributions(model: torch.nn.Module, row: dict, prompt_text: str | None = None) -> torch.Tensor:
-    """Return the log-probs of all tokens at each position of a row's response, [R, V], after the row's prompt or another
-    prompt."""
+    """Return the log-probs of all tokens at each position of a row's response, [R, V], after its prompt or another."""
     prompt = tiny_tokenizer().encode(row["prompt"] if prompt_text is None else prompt_text)
     ids = torch.tensor([prompt + [IDS[text] for text in row["tokens"]]])
     with torch.no_grad():
