@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl import report
+from megarl.cluster.groups.teachers import TeacherGroup, all_scores
 from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.pending import join
 from megarl.cluster.rank_batch import put_sample
 from megarl.cluster.session import Session
 from megarl.cluster.trained_models import TrainedModels
+from megarl.cluster.workers import teacher_groups, with_teacher_folders
 from megarl.config.schema import Config
 from megarl.core.metrics import values
 from megarl.core.sample import SampleRef
@@ -41,7 +44,8 @@ def run(config: Config, scratch: Path) -> None:
     checked = preflight(config)
     with RunContext.prepare(config, checked.models, checked.data, config_paths) as context, early_end(context.folder):
         elapsed = ElapsedTime()
-        with Session(config, context.folder.logs, scratch, context.folder.nodes) as session:
+        folders, sizes = context.folder, checked.models.teacher_hidden_sizes
+        with Session(config, folders.logs, scratch, folders.nodes, hidden_sizes=sizes) as session:
             elapsed.print("Ray: started")
             context.times.end_start("ray")
             learn(session, config, checked.models, context)
@@ -49,20 +53,23 @@ def run(config: Config, scratch: Path) -> None:
 
 
 def learn(session: Session, config: Config, models: ModelFolders, context: RunContext) -> None:
-    """Start the trainer ranks, run all steps and export the trained model."""
-    actor = TrainerGroup(session, config, "actor", models.actor, context.placement.trainers)
+    """Start the ranks of the trainer and of teachers, run all steps and export the trained model."""
+    config_of_actor, placement = with_teacher_folders(config, models), context.placement
+    actor = TrainerGroup(session, config_of_actor, "actor", models.actor, placement.trainers)
+    teachers = teacher_groups(session, config, models, placement)
     checkpoint = context.resume_point.checkpoint
     elapsed = ElapsedTime()
-    actor.start().result()
-    elapsed.print("actor: started")
+    for group in (*teachers, actor):
+        group.start().result()
+        elapsed.print(f"{group.role}: started")
     if checkpoint is not None:
         actor.load_checkpoint(checkpoint).result()
     context.times.end_start("workers")
     print(f"kernels: {actor.kernels}", flush=True)
     trained = TrainedModels.of(session, config, {"actor": actor}, {"actor": ()}, checkpoint)
-    context.run(trained, lambda: step(config, trained, context))
+    context.run(trained, lambda: step(config, trained, teachers, context))
     context.export(lambda out: export(config, trained, models, out))
-    actor.close().result()
+    join([group.close() for group in (actor, *teachers)]).result()
 
 
 def export(config: Config, trained: TrainedModels, models: ModelFolders, out: Path) -> None:
@@ -73,7 +80,9 @@ def export(config: Config, trained: TrainedModels, models: ModelFolders, out: Pa
             actor.export(plan, out)
 
 
-def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[str, float]:
+def step(
+    config: Config, trained: TrainedModels, teachers: Sequence[TeacherGroup], context: RunContext
+) -> dict[str, float]:
     """Train on the next prompts_per_step rows and return the step's metrics."""
     watch = context.stopwatch()
     items = context.take(config.batch.prompts_per_step)
@@ -84,7 +93,7 @@ def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[st
     for attempt in trained.attempts():
         with attempt:
             with watch.phase("train"), profiled(config, trained, number, context.folder.profile(number)):
-                metrics = train(config, trained.groups["actor"], groups, number)
+                metrics = train(config, trained.groups["actor"], teachers, groups, number)
             with watch.phase("copy"):
                 trained.copy_state(number)
     trained.replace_leaving_node()
@@ -100,12 +109,20 @@ def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[st
     }
 
 
-def train(config: Config, actor: TrainerGroup, groups: Sequence[Sequence[SampleRef]], number: int) -> Metrics:
-    """Run the forward passes that the objective needs, then one optimizer step per prompts_per_update rows."""
+def train(
+    config: Config,
+    actor: TrainerGroup,
+    teachers: Sequence[TeacherGroup],
+    groups: Sequence[Sequence[SampleRef]],
+    number: int,
+) -> Metrics:
+    """Run the forward passes that the objective and the teachers need, then one optimizer step per prompts_per_update
+    rows."""
     updates = [samples_of(update) for update in updates_of(config, groups)]
-    batches = [dispatch(config, samples, actor.packing) for samples in updates]
+    scores, metrics = all_scores(teachers, [item for samples in updates for item in samples]) if teachers else ({}, {})
+    batches = [dispatch(config, samples, actor.packing, scores=scores) for samples in updates]
     make_policy_passes(config, actor, batches).result()
-    metrics = actor.train([batches]).result()
+    metrics |= actor.train([batches]).result()
     actor.end_step().result()
     follow_policy(config, actor, number, metrics, len(groups))
     return metrics

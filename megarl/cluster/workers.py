@@ -140,10 +140,8 @@ def launch_workers(
         "implicit_reward": (models.implicit_reward, placement.implicit_rewards),
     }
     trainers = ImageTrainerGroup if config.samples_images else TrainerGroup
-    # For an exact divergence, the actor's ranks read the teachers' output layers.
-    on_disk = config.model_copy(update={"teachers": config.teachers.in_folders(models.teachers)})
     groups: dict[Role, TrainerGroup] = {
-        role: trainers(session, on_disk if config.distills_exactly else config, role, folder, processes)
+        role: trainers(session, with_teacher_folders(config, models), role, folder, processes)
         for role, (folder, processes) in placed.items()
         if folder is not None and processes
     }
@@ -159,7 +157,7 @@ def launch_workers(
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
         if group is not None:
             starting[name] = group.start()
-    teachers = _teachers(session, config, models, placement)
+    teachers = teacher_groups(session, config, models, placement)
     for teacher in teachers:
         starting[teacher.role] = teacher.start()
         if config.teachers.offload:  # a started teacher has offloaded its weights
@@ -211,7 +209,16 @@ def _start_trained(group: TrainerGroup, checkpoint: Checkpoint | None) -> Pendin
     return started if checkpoint is None else started.then(lambda _: group.load_checkpoint(checkpoint))
 
 
-def _teachers(session: Session, config: Config, models: ModelFolders, placement: Placement) -> list[TeacherGroup]:
+def with_teacher_folders(config: Config, models: ModelFolders) -> Config:
+    """Return the config of trainer ranks. For an exact divergence, it names the teachers' folders, because the actor's
+    ranks read the teachers' output layers."""
+    if not config.distills_exactly:
+        return config
+    return config.model_copy(update={"teachers": config.teachers.in_folders(models.teachers)})
+
+
+def teacher_groups(session: Session, config: Config, models: ModelFolders, placement: Placement) -> list[TeacherGroup]:
+    """Launch the ranks of all teachers."""
     by_name = {teacher.name: teacher for teacher in config.teachers.models}
     return [
         TeacherGroup(session, config, by_name[name], folder, processes)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, overload
 from pydantic import Field, model_validator
 
 from megarl.algorithms.kl import distillation_estimator, usual_estimator
+from megarl.algorithms.specs import ImitationObjective
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.cluster_schema import Cluster
 from megarl.config.data_schema import Data
@@ -271,6 +272,14 @@ class Config(Section):
     def distills_exactly(self) -> bool:
         """Whether the loss includes an exact divergence from the teachers, computed from their hidden states."""
         return self.has_teachers and self.algorithm.distillation.is_exact
+
+    @property
+    def may_have_teachers(self) -> bool:
+        """Whether the actor's loss can include a divergence from teachers: one on sampled tokens is part of a policy
+        objective, and an exact one may also be added to imitation of given responses."""
+        objective = self.algorithm.objective.spec
+        imitates = isinstance(objective, ImitationObjective) and self.algorithm.distillation.is_exact
+        return imitates or (objective.is_policy_objective and not self.is_offline)
 
     @property
     def distills_by_advantage(self) -> bool:

@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TeacherStates:
-    """A teacher's final hidden states for the rows that it teaches.
+    """A teacher's final hidden states for the rows of a microbatch that it teaches, on the host.
 
     Attributes:
         rows: int64 [n], ascending indices among the microbatch's rows.
-        states: [n, h] in the teacher's dtype; [0, 0] if it teaches none of the rows.
+        parts: the states of consecutive rows, [n_i, h] in the teacher's dtype with Σ n_i = n. They may be views of
+            Ray's object store. Empty if the teacher teaches none of the rows.
     """
 
     rows: torch.Tensor
-    states: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,8 @@ class TokenBatch(RowBatch):
                                      the whole vocabulary; None: every row does
     labels            float32 [N]    label of each row's token, NaN if it has none; None: samples have no labels
     routes            int8 or int16 [T, layers, experts per token], as in Sample; None: no sample has routes
-    teacher_states    for each teacher in the order of teachers.models, its states for the exact divergence, on the
-                      host, because an update's states may be larger than its activations; empty: no such divergence
+    teacher_states    for each teacher in the order of teachers.models, its states for the exact divergence. They stay
+                      on the host, because those of an update may not fit on the device; empty: no such divergence
 
     The other fields are those of RowBatch, for the response tokens.
     """

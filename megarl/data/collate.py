@@ -108,8 +108,7 @@ def teacher_states(samples: Sequence[SampleRef], states: Mapping[str, torch.Tens
     is_taught = [item.sample.id in states for item in samples]
     lengths = [len(item.sample.response_ids) for item in samples]
     rows = torch.from_numpy(np.repeat(is_taught, lengths).nonzero()[0])
-    parts = [states[item.sample.id] for item in samples if item.sample.id in states]
-    return TeacherStates(rows, torch.cat(parts) if parts else torch.empty(0, 0))
+    return TeacherStates(rows, tuple(states[item.sample.id] for item in samples if item.sample.id in states))
 
 
 def scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megarl.cluster.memory.shared_gpu import (
     teacher_head_parts,
     teacher_parts,
 )
-from megarl.cluster.object_store import object_store_mib
+from megarl.cluster.object_store import object_store_mib, states_bytes
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Teachers, Trained
 from megarl.config.schema import Config
@@ -295,6 +295,8 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
             parts["engines: text encoder and VAE"] = ranks * frozen_bytes(config, shape)
         store_mib = object_store_mib(config, models.actor.shape.experts, _hidden_sizes(models))
         parts["samples of a step"] = store_mib * 2**20
+    else:
+        parts["teachers' hidden states of a step"] = states_bytes(config, _hidden_sizes(models))
     return {part: size for part, size in parts.items() if size}
 
 

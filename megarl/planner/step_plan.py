@@ -209,8 +209,9 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         sizes = {"parameters": times * empty.weights, "optimizer": empty.optimizer * (1 - in_host)}
         moved = sum(size for part, size in sizes.items() if part in settings.offload)
         moving += 2 * moved / (cluster.gpu.host_gb_s * 1e9 * HOST_LINK_SHARE)
+    side_by_side = not any(beside.values()) and not models.teachers
     if workload.is_offline:
-        return StepTimes(None, training, None, 0.0, not any(beside.values()))
+        return StepTimes(None, training, None, 0.0, side_by_side)
     actor = models.actor
     if isinstance(workload, ImageWorkload):
         assert isinstance(actor.shape, DenoiserShape), "a language model samples no images"
@@ -218,7 +219,6 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
     else:
         assert isinstance(workload, TextWorkload), f"{type(workload).__name__} is not sampled"
         rollout = rollout_time(config, actor, workload, cluster, models.draft)
-    side_by_side = not any(beside.values()) and not models.teachers
     return StepTimes(rollout, training, refit_time(config, actor, cluster), moving, side_by_side)
 
 

@@ -107,7 +107,7 @@ class FakeTeacher:
     def __init__(self, scores: str):
         self.scores = scores
 
-    def log_probs(self, samples: Sequence[SampleRef]) -> Pending[dict[str, torch.Tensor]]:
+    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(2)
         return ready({item.id: -torch.rand(item.num_response_tokens, generator=generator) for item in samples})
 
@@ -146,7 +146,7 @@ def trained_weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
 def train_step(config: Config, workers: Workers, groups: list[list[SampleRef]], number: int) -> dict[str, float]:
     if config.is_offline:
         rows = [group[: config.trained_per_prompt] for group in groups]
-        metrics = finetune.train(config, workers.actor, rows, number)
+        metrics = finetune.train(config, workers.actor, workers.teachers, rows, number)
     else:
         metrics = train.train(config, workers, Rollouts((), groups, {}, {}), number, MovingAverage())
     return {name: metric.value for name, metric in metrics.items()}

@@ -102,6 +102,7 @@ def test_teacher_adds_to_the_rewards_of_a_group(series, model, teachers, tmp_pat
     assert not {"kl/teacher_large", "teachers/seconds"} & steps[1].keys()
 
 
+@pytest.mark.exhaustive
 def test_exact_divergence_is_a_loss_of_the_run(series, model, teachers, tmp_path):
     """The first step's metric equals the forward KL of transformers' distributions, averaged over all tokens."""
     run = train_in(
@@ -121,3 +122,25 @@ def test_exact_divergence_is_a_loss_of_the_run(series, model, teachers, tmp_path
         p, q = (distributions(each, row) for each in (student, teacher))
         kls.append((q.exp() * (q - p)).sum(-1))
     assert steps[0]["kl/teacher_large"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
+
+
+def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers, tmp_path):
+    """The teacher and the trained model share the devices, without engines."""
+    turns = [
+        [{"role": "user", "content": f"{i} + {i} ="}, {"role": "assistant", "content": str(2 * i)}] for i in range(8)
+    ]
+    data = tmp_path / "conversations.jsonl"
+    data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    run = train_in(
+        series,
+        tmp_path,
+        model,
+        *("run.steps=8", f"data={{format: messages, source: {data}}}", "batch.samples_per_prompt=1"),
+        *("rewards.functions=[]", f"teachers.models=[{{name: large, path: {teachers['large']}}}]"),
+        *("teachers={layout: {tp: 2}, tokens_per_microbatch: 256, threads: 1, offload: [parameters]}",),
+        "algorithm.objective={name: sft, aggregation: token_mean}",
+        "algorithm.distillation={divergence: jsd, placement: loss, coefficient: 10.0}",
+    )
+    first, *_, last = metrics_of(run)
+    assert 0 < last["kl/teacher_large"] < 0.9 * first["kl/teacher_large"] and first["teachers/seconds"] > 0
+    assert first["policy/loss"] == pytest.approx(first["policy/nll"] + 10 * first["kl/teacher_large"], rel=1e-4)

@@ -297,7 +297,7 @@ class Teacher:
     def __init__(self, name: str, log: list[str], *prompts: str) -> None:
         self.scores, self._log, self._prompts = f"teacher/{name}", log, prompts
 
-    def log_probs(self, samples: Sequence[SampleRef]) -> Pending[dict]:
+    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[dict]:
         self._log.append(self.scores)
         return ready({item.id: f"{self.scores} of {item.id}" for item in samples if item.prompt_id in self._prompts})
 

@@ -83,7 +83,6 @@ KEY_REQUIREMENTS = (
             "actor.offload": [],
             "actor.experts.replay_routes": False,
             "reward_model.path": None,
-            "teachers.models": [],
             "rewards.judge": None,
             "rewards.overlong_buffer": None,
             "environment.class": None,
@@ -145,7 +144,6 @@ KEY_REQUIREMENTS = (
             "algorithm.correction.mask": None,
             "algorithm.kl.coefficient": 0.0,
             "implicit_reward.coefficient": 0.0,
-            "teachers.models": [],
             "batch.epochs_kl_limit": None,
         },
     ),
@@ -206,6 +204,16 @@ KEY_REQUIREMENTS = (
     KeyRequirement("actor.lora.rank=16", lambda config: config.actor.adapters is not None, ("actor.lora",)),
     _if_set("reward_model.path=PATH", ("reward_model",)),
     _if_equal("reward_model.engine=megatron", {"reward_model.offload": []}),
+    KeyRequirement(
+        "data.format=prompts (or, with algorithm.objective.name=sft, algorithm.distillation.divergence=jsd)",
+        lambda config: not config.is_offline or config.may_have_teachers,
+        {"teachers.models": []},
+    ),
+    KeyRequirement(
+        "algorithm.objective.name=clip (or another objective that learns from advantages)",
+        lambda config: config.may_have_teachers,
+        {"teachers.models": []},
+    ),
     _if_set("teachers.models=[{name: NAME, path: PATH}]", ("teachers", "algorithm.distillation")),
     _if_equal(
         "algorithm.distillation.divergence=sampled",

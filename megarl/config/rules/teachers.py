@@ -39,7 +39,12 @@ def distillation_alone_does_not_end(config: Config) -> Iterator[str]:
 
 def teacher_sources_require_source_column(config: Config) -> Iterator[str]:
     named = next((teacher for teacher in config.teachers.models if teacher.sources is not None), None)
-    if named is not None and not config.is_offline and config.data.source_column is None:
+    if named is not None and config.is_offline:
+        yield (
+            f"teachers.models: {named.name} with sources={named.sources}: with data.format={config.data.format}, every "
+            f"teacher teaches all rows. Fix: remove sources from {named.name}"
+        )
+    elif named is not None and config.data.source_column is None:
         yield (
             f"teachers.models: {named.name} with sources={named.sources}: the source of a row is unknown, because "
             "data.source_column=null. Fix: set data.source_column"

@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.algorithms.kl import UNTAUGHT
-from megarl.core.token_batch import TeacherStates
 from megarl.megatron.model.mtp import MtpInput, mtp_of
 from megarl.models.classifier import ScoreHead, score_head_of
 from megarl.models.shape import ModelShape
@@ -32,6 +31,19 @@ from megarl.ops.packed_attention import take
 
 
 @dataclass(frozen=True, slots=True)
+class TaughtRows:
+    """The requested rows that a teacher teaches.
+
+    Attributes:
+        rows: int64 [n], ascending indices among the requested rows.
+        states: [n, h'], the teacher's final hidden states; [0, 0] if there are no such rows.
+    """
+
+    rows: torch.Tensor
+    states: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class HeadRequest:
     """The rows that a forward pass requests from the head.
 
@@ -40,14 +52,14 @@ class HeadRequest:
         targets: int64 [N], the token to score at each row.
         candidate_ids: int64 [N, K], candidate tokens, as in TokenBatch; None means the full vocabulary.
         mtp: the input of the MTP layer; None if it is not trained in this pass.
-        teachers: each teacher's states for the rows, on the device; empty if the pass computes no divergence.
+        teachers: the rows that each teacher teaches; empty if the pass computes no divergence.
     """
 
     rows: torch.Tensor
     targets: torch.Tensor
     candidate_ids: torch.Tensor | None = None
     mtp: MtpInput | None = None
-    teachers: Sequence[TeacherStates] = ()
+    teachers: Sequence[TaughtRows] = ()
 
 
 @dataclass(frozen=True, slots=True)

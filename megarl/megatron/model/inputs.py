@@ -10,7 +10,7 @@ import torch
 from megarl.core import device
 from megarl.core.token_batch import TeacherStates, TokenBatch
 from megarl.megatron.context_parallel import ContextShares, context_shares, sum_over_ranks
-from megarl.megatron.model.head import HeadRequest
+from megarl.megatron.model.head import HeadRequest, TaughtRows
 from megarl.megatron.model.layer_spec import PackedDocuments, uses_transformer_engine
 from megarl.megatron.model.mtp import MtpInput
 from megarl.megatron.routes import Routes
@@ -68,7 +68,7 @@ class ModelInput:
             tokens=batch.tokens[shares.local][None],
             positions=batch.positions[shares.local][None],
             attention=attention,
-            head=HeadRequest(places, rows.targets, rows.candidate_ids, mtp, _teachers(batch, numbers)),
+            head=HeadRequest(places, rows.targets, rows.candidate_ids, mtp, _taught_rows(batch, numbers)),
             routes=Routes.of(batch, shares.local, sequence_parallel),
             rows=rows,
             row_numbers=numbers,
@@ -82,20 +82,22 @@ class ModelInput:
         return sum_over_ranks(assembled)
 
 
-def _teachers(batch: TokenBatch, numbers: torch.Tensor) -> list[TeacherStates]:
-    """Return each teacher's states for these rows of the batch, on the device. `numbers` is ascending."""
+def _taught_rows(batch: TokenBatch, numbers: torch.Tensor) -> list[TaughtRows]:
+    """Return the rows that each teacher teaches, on the device. `numbers`, int64 [N'], are the batch rows that this
+    rank holds, in ascending order."""
     if not batch.teacher_states:
         return []
     index = torch.full((len(batch.rows),), -1)
     index[numbers.cpu()] = torch.arange(len(numbers))
 
-    def restricted(teacher: TeacherStates) -> TeacherStates:
-        rows, states = index[teacher.rows], teacher.states
+    def held(teacher: TeacherStates) -> TaughtRows:
+        states = torch.cat(teacher.parts) if teacher.parts else torch.empty(0, 0)
+        rows = index[teacher.rows]
         if not (is_held := rows >= 0).all():
             rows, states = rows[is_held], states[is_held]
-        return TeacherStates(device.send(rows, numbers.device), device.send(states, numbers.device))
+        return TaughtRows(device.send(rows, numbers.device), device.send(states, numbers.device))
 
-    return list(map(restricted, batch.teacher_states))
+    return list(map(held, batch.teacher_states))
 
 
 def _attention(batch: TokenBatch, shares: ContextShares, window: int | None, requires_ours: bool) -> PackedDocuments:

@@ -9,6 +9,10 @@ from tests.unit.config.rules.recipes import errors, recipe
 TEACHERS = "teachers.models=[{name: math, path: large}, {name: code, path: larger, weight: 0.5}]"
 SHOWN = "teachers.models=[{name: math, path: large, prompt_column: null, revision:...: has no effect unless "
 ALONE = "rewards.functions=[]"
+OFFLINE = (
+    *("algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"),
+    "algorithm.distillation={divergence: forward_kl, placement: loss}",
+)
 
 
 def test_teachers_have_defaults_and_their_own_devices() -> None:
@@ -27,6 +31,13 @@ def test_exact_divergence_has_no_estimator() -> None:
     assert config.distills_exactly and not config.distills_by_advantage
     assert config.algorithm.distillation.estimator is None
     assert not recipe(TEACHERS).distills_exactly
+
+
+def test_given_responses_are_imitated_beside_exact_divergences() -> None:
+    config = recipe(TEACHERS, *OFFLINE)
+    assert config.distills_exactly and config.num_ranks == {"actor": 2, "teachers": 1}
+    [line] = errors(TEACHERS, *OFFLINE, "algorithm.objective.name=dpo", "data.format=preferences")
+    assert line.startswith(f"{SHOWN}data.format=prompts (or, with algorithm.objective.name=sft")
 
 
 def test_actor_reads_teachers_from_their_folders() -> None:
@@ -162,7 +173,11 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             [TEACHERS, "algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"],
-            f"{SHOWN}data.format=prompts. Fix: set data.format=prompts, or remove the key (its default is [])",
+            f"{SHOWN}data.format=prompts (or, with algorithm.objective.name=sft, algorithm.distillation.divergence=j",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, sources: [math]}]", *OFFLINE],
+            "teachers.models: a with sources=['math']: with data.format=messages, every teacher teaches all rows. Fix:",
         ),
     ],
 )
