@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.e2e.environment_tasks import Calculation, Letters, Search
 from tests.e2e.knights import Knights
 from tests.e2e.learning_tasks import (
+    KL,
     Answers,
     Bandit,
     EvenAndLow,
@@ -20,6 +22,7 @@ from tests.e2e.learning_tasks import (
     ScoredDigits,
     Task,
     TaughtDigits,
+    TwoTeachers,
     logit,
     of_forward_kl,
     of_reverse_kl,
@@ -69,6 +72,7 @@ class Case:
         has_control: whether it has a control run. At least one case of each task has one.
         start: upper bound of the share of the optimum at the start.
         learned: lower bound of the share at the end.
+        at_most: upper bounds of parts at the end, by name.
     """
 
     overrides: tuple[str, ...]
@@ -78,10 +82,18 @@ class Case:
     has_control: bool = False
     start: float = 0.2
     learned: float = 0.9
+    at_most: Mapping[str, float] = field(default_factory=dict)
 
 
 def estimator(name: str, *overrides: str, **fields) -> Case:
     return Case((f"algorithm.advantage.estimator={name}", *ON_POLICY, *overrides), **fields)
+
+
+def distillation(divergence: str, **fields) -> Case:
+    """Return a case with an exact divergence from the teachers as the only signal."""
+    return estimator(
+        "policy_gradient", f"algorithm.distillation={{divergence: {divergence}, placement: loss}}", ANNEALED, **fields
+    )
 
 
 def ahead(steps: int, *overrides: str) -> tuple[str, ...]:
@@ -173,7 +185,11 @@ CASES: dict[str, Case] = {
     "GRPO, step rewards": estimator(
         "grpo", "algorithm.advantage.credit=reward_to_go", "reward_model.step_end='0'", task=ScoredDigits()
     ),
-    "distillation": estimator("policy_gradient", task=TaughtDigits(), has_control=True),
+    "distillation, sampled tokens": estimator("policy_gradient", task=TaughtDigits(), has_control=True),
+    "distillation, reverse KL": distillation("reverse_kl", task=TaughtDigits(), at_most={KL: 0.02}),
+    "distillation, forward KL": distillation("forward_kl", task=TaughtDigits(), at_most={KL: 0.02}),
+    "distillation, JSD": distillation("jsd", task=TaughtDigits()),
+    "distillation, two teachers": distillation("reverse_kl", task=TwoTeachers(), has_control=True),
     "self-distillation": estimator("grpo", task=HintedDigits(), has_control=True),
     "clip": objective("clip"),
     "clip-higher, dual clip": objective("clip", "algorithm.objective={clip_high: 0.28, dual_clip: 3.0}"),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -24,7 +24,10 @@ from tests.e2e.digits import even_share
 from tests.e2e.test_train import REWARD
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 
-EVEN, DIGITS = "02468", "0123456789"
+EVEN, ODD, DIGITS = "02468", "13579", "0123456789"
+
+KL = "KL to the teacher"
+"""A part of learning.json: the divergence from the teacher in nats, instead of a share."""
 
 
 class Task(ABC):
@@ -119,6 +122,42 @@ class TaughtDigits(EvenDigits):
             f"teachers={{models: {models}, tokens_per_microbatch: 1024, threads: 1}}",
             "run.export=false",
         ]
+
+    def parts(self, run: Path) -> dict[str, list[float]]:
+        """Return the divergence from the teacher in nats."""
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        return {KL: [line["kl/teacher_even"] for line in lines if "kl/teacher_even" in line]}
+
+
+class TwoTeachers(EvenDigits):
+    """Two teachers without rewards: one writes random even digits and teaches one prompt, and the other writes odd
+    digits and teaches another prompt. The share is the fraction of digits of the prompt's teacher.
+
+    For the control, the teachers exchange their prompts.
+    """
+
+    digits: ClassVar[dict[str, str]] = {"x": EVEN, "y": ODD}
+
+    def overrides(self, folder: Path, shuffled: bool) -> list[str]:
+        rows = [{"prompt": prompt, "answer": None, "task": prompt} for prompt in self.digits]
+        models = []
+        for prompt, digits in self.digits.items():
+            write_teacher(folder / prompt, [tiny_tokenizer().get_vocab()[digit] for digit in digits])
+            taught = next(other for other in self.digits if (other == prompt) is not shuffled)
+            models.append(f"{{name: {prompt}, path: {folder / prompt}, sources: [{taught}]}}")
+        return [
+            "rewards.functions=[]",
+            f"data={{source: {write_rows(folder / 'prompts.jsonl', rows)}, source_column: task}}",
+            f"teachers={{models: [{', '.join(models)}], tokens_per_microbatch: 1024, threads: 1}}",
+            "run.export=false",
+        ]
+
+    def shares(self, start: Path, run: Path) -> list[float]:
+        return [fmean(map(self.share, step)) for step in sampled_rows(run)]
+
+    def share(self, row: dict[str, Any]) -> float:
+        [digits] = [digits for prompt, digits in self.digits.items() if prompt in row["prompt"]]
+        return sum(character in digits for character in row["response"]) / max(len(row["response"]), 1)
 
 
 HINT = "!" * 32

@@ -121,4 +121,5 @@ def test_it_learns(runs, model, table, name):
     assert learned[0] <= case.start
     assert row["last"] >= case.learned
     assert not case.has_control or row["control_last"] < NOT_LEARNED
+    assert all(row["parts"][name]["last"] <= limit for name, limit in case.at_most.items())
     table[name] = row

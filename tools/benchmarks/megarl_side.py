@@ -17,12 +17,19 @@ from benchmark import load_config, local_batches, sample_of
 from training_case import Case, peak_rss_bytes, timed, write_result
 
 from megarl.cluster.memory.rank import rank_memory
+from megarl.config.algorithm_schema import Distillation
 from megarl.config.schema import Config
 from megarl.core.prompt import Prompt
+from megarl.core.row_batch import TEACHER
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.main_weights import begin_main_weights
 from megarl.megatron.model.build import named_parameters
+from megarl.megatron.model.head import TeacherHeads
+from megarl.megatron.routes import model_of
+from megarl.megatron.workers import actor
 from megarl.megatron.workers.actor import ActorWorker
+
+TEACHER_SCORES = f"{TEACHER}teacher"
 
 
 class RandomActor(ActorWorker):
@@ -42,17 +49,20 @@ def main() -> None:
     config = config_of(case, folder)
     baseline = psutil.Process().memory_info().rss
     store = dist.FileStore(str(folder / "store"), config.actor.layout.world_size)
+    actor.load_teacher_heads = random_teacher_head
     worker = RandomActor(config, folder, rank, store, case.threads)
     if case.padded:
         worker.packing = replace(worker.packing, document_multiple=case.longest)
     batches = batches_of(case, worker)
     batch = batches[worker.data_parallel_rank]
-    worker.update(LocalBatch(batch.samples, batch.microbatches[:1]))  # fills caches and memory pools
 
-    def update() -> None:
+    def update(batch: LocalBatch = batch) -> None:
         # Use a new batch, so that the time includes its collation.
-        worker.update(LocalBatch(batch.samples, batch.microbatches))
+        batch = LocalBatch(batch.samples, batch.microbatches)
+        worker.update(taught(worker, batch) if case.has_teacher else batch)
         worker.end_step()
+
+    update(LocalBatch(batch.samples, batch.microbatches[:1]))  # fills caches and memory pools
 
     seconds, peak = timed(update, case.updates), peak_rss_bytes()
     result = {
@@ -65,6 +75,24 @@ def main() -> None:
     write_result(folder / f"megarl-{rank}.json", result, "torch", "megatron-core")
     worker.close()
     os._exit(0)  # Gloo's threads may wait for ranks that have exited
+
+
+def random_teacher_head(head: Any, teachers: Sequence[Any], distillation: Distillation, dtype: torch.dtype) -> None:
+    """Add an output layer with random weights to the actor's head, in place of `load_teacher_heads`."""
+    assert distillation.divergence != "sampled", "a sampled divergence needs no output layer"
+    weight = torch.empty(head.output_size_per_partition, head.input_size, dtype=dtype).normal_(std=0.02)
+    head.teachers = TeacherHeads([weight], distillation.divergence, distillation.beta)
+
+
+def taught(worker: ActorWorker, batch: LocalBatch) -> LocalBatch:
+    """Return the batch with a teacher's hidden states, from a forward-only pass of the actor, which is as large as the
+    teacher."""
+    head: Any = model_of(worker.chunks[-1]).output_layer
+    head.returns_hidden = True
+    states = worker._forward(batch, to_host=True)
+    head.returns_hidden = False
+    samples = [replace(item, scores={TEACHER_SCORES: states[item.sample.id]}) for item in batch.samples]
+    return LocalBatch(samples, batch.microbatches)
 
 
 def saving(worker: ActorWorker, folder: Path, rank: int) -> dict[str, float]:
@@ -101,6 +129,12 @@ def config_of(case: Case, folder: Path) -> Config:
         "rollout.max_new_tokens": case.longest - 1,
         **{f"actor.layout.{key}": value for key, value in case.layout.items()},
     }
+    if case.has_teacher:
+        settings |= {
+            "teachers.models": [{"name": "teacher", "path": str(folder)}],
+            "algorithm.distillation.divergence": "jsd",
+            "algorithm.distillation.placement": "loss",
+        }
     return load_config(folder, settings)
 
 

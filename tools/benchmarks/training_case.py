@@ -44,6 +44,7 @@ class Case:
         layout: keys of actor.layout.
         padded: whether every sample is padded to the longest.
         saves: number of checkpoints after the updates.
+        has_teacher: whether the loss is the Jensen-Shannon divergence from a teacher as large as the model.
     """
 
     shape: str
@@ -56,6 +57,7 @@ class Case:
     dtype: str = "float32"
     recompute: str = "none"
     saves: int = 0
+    has_teacher: bool = False
 
     @property
     def hf_config(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Measure megarl's training step: against transformers and TRL, packed against padded samples, memory against its
-closed form, the time that a checkpoint blocks training, and the tiled head and divergences against full logits.
+closed form, the time that a checkpoint blocks training, the tiled head and divergences against full logits, and
+distillation against TRL.
 
 .venv/bin/python tools/benchmarks/training_step.py equal --out tools/benchmarks/results/step_equal.json
 """
@@ -67,6 +68,28 @@ def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             **sides,
         }
     return {"environment_for_memory": RETURN_FREED_MEMORY, "mixes": found}
+
+
+def distillation_against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Compare an update on the Jensen-Shannon divergence from a teacher as large as the model, including the teacher's
+    pass, with GKDTrainer on the same samples: seconds and, in separate runs, the peak resident memory without the
+    weights of both models, gradients and Adam's state."""
+    python, case = build_environment(work / "environment"), replace(case_of(arguments, mixed=True), has_teacher=True)
+    of_side = {"trl": replace(case, microbatch=arguments.other_microbatch), "megarl": case}
+    interpreters = {"trl": python, "megarl": Path(sys.executable)}
+    sides = {side: speed(side, own, work / side, interpreters[side]) for side, own in of_side.items()}
+    for side, own in of_side.items():
+        folder = work / f"{side}-memory"
+        [memory] = run(side, replace(own, updates=1), folder, RETURN_FREED_MEMORY, interpreters[side])
+        held = memory["state_bytes"] if side == "trl" else sides["trl"]["state_bytes"]
+        sides[side]["bytes_above_state"] = memory["measured_bytes"] - held
+    megarl, trl = sides["megarl"], sides["trl"]
+    return {
+        "lengths": case.lengths,
+        "environment_for_memory": RETURN_FREED_MEMORY,
+        "ratio_of_seconds": megarl["median_seconds"] / trl["median_seconds"],
+        **sides,
+    }
 
 
 def packed_against_padded(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -195,6 +218,7 @@ MEASUREMENTS = {
     "saving": saving_against_copy,
     "head": tiled_against_full_logits,
     "divergence": divergences_against_full_logits,
+    "distillation": distillation_against_trl,
 }
 
 

@@ -18,8 +18,9 @@ import torch
 from benchmark import QUICKSTART
 from datasets import Dataset
 from training_case import Case, padded, peak_rss_bytes, write_result
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from megarl.cluster.supervision.memory import MemorySampler
 from megarl.config.load import load
@@ -35,9 +36,11 @@ PACKAGES = ("trl", "transformers", "accelerate", "torch")
 MICROBATCH = 16
 """Number of samples per microbatch for the quickstart."""
 
+IGNORED = -100
+"""Label of tokens without a loss."""
+
 COMMON = dict(
     lr_scheduler_type="constant",
-    num_iterations=1,
     use_cpu=True,
     bf16=False,
     gradient_checkpointing=False,
@@ -47,7 +50,7 @@ COMMON = dict(
     report_to="none",
     disable_tqdm=True,
 )
-"""Arguments of GRPOConfig in both modes."""
+"""Arguments of every trainer's config."""
 
 
 class Recorder(TrainerCallback):
@@ -119,6 +122,7 @@ def train_recipe(folder: Path, steps: int) -> None:
         epsilon_high=objective["clip_high"],
         beta=config.algorithm.kl.coefficient,
         shuffle_dataset=False,
+        num_iterations=1,
         **COMMON,
     )
     trainer = TimedTrainer(
@@ -165,54 +169,92 @@ class GivenSamples(GRPOTrainer):
 
 
 def update_given_samples(folder: Path) -> None:
-    """Run the updates of a training_case.Case with GRPOTrainer's microbatches, loss, clipping and optimizer."""
+    """Run the updates of a training_case.Case with the microbatches, loss, clipping and optimizer of GRPOTrainer or, if
+    the case has a teacher, of GKDTrainer."""
     case = Case.read(folder)
     torch.set_num_threads(case.threads)
     baseline = psutil.Process().memory_info().rss
-    clock, num_samples = Clock(), len(case.lengths)
-    settings = GRPOConfig(
+    clock = Clock()
+    common = dict(
         output_dir=str(folder / "trainer"),
         max_steps=1 + case.updates,
         per_device_train_batch_size=case.microbatch,
-        gradient_accumulation_steps=num_samples // case.microbatch,
-        num_generations=2,  # the smallest group that GRPOTrainer accepts
-        max_completion_length=case.longest,
+        gradient_accumulation_steps=len(case.lengths) // case.microbatch,
         learning_rate=1e-6,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        loss_type="dapo",
-        beta=0.0,
         **COMMON,
     )
-    config = AutoConfig.from_pretrained(folder)
-    samples = padded(case.ids()) | {
-        "advantages": torch.tensor([(-1.0) ** i for i in range(num_samples)]),
-        "num_items_in_batch": torch.tensor(sum(response for _, response in case.lengths)),
-    }
-    trainer = GivenSamples(
-        samples,
-        model=AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa"),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=settings,
-        train_dataset=Dataset.from_list([{"prompt": "none"}] * num_samples),
-        processing_class=load_tokenizer(resolve(load(QUICKSTART).model.path)),
-        callbacks=[clock],
-    )
+    trainer = (distilling if case.has_teacher else training)(case, common)
+    trainer.add_callback(clock)
     trainer.train()
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    copies = 5 if case.has_teacher else 4  # weights, gradients, Adam's two moments, and the teacher's weights
     result = {
         "seconds": clock.seconds[1:],
         "measured_bytes": peak_rss_bytes() - baseline,
-        "state_bytes": 4 * 4 * num_parameters,  # weights, gradients and Adam's two moments, in float32
+        "state_bytes": 4 * copies * num_parameters,
         "settings": {
             "samples_per_microbatch": case.microbatch,
             "attention": trainer.model.config._attn_implementation,
             "optimizer": trainer.args.optim,
-            "loss_type": trainer.args.loss_type,
             "threads": case.threads,
         },
     }
     write_result(folder / "trl-0.json", result, *PACKAGES)
+
+
+def training(case: Case, common: dict[str, Any]) -> GivenSamples:
+    """Return a GRPOTrainer on the case's samples."""
+    num_samples = len(case.lengths)
+    samples = padded(case.ids()) | {
+        "advantages": torch.tensor([(-1.0) ** i for i in range(num_samples)]),
+        "num_items_in_batch": torch.tensor(sum(response for _, response in case.lengths)),
+    }
+    settings = GRPOConfig(
+        num_generations=2,  # the smallest group that GRPOTrainer accepts
+        max_completion_length=case.longest,
+        loss_type="dapo",
+        beta=0.0,
+        num_iterations=1,
+        **common,
+    )
+    return GivenSamples(
+        samples,
+        model=model_of(case),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=settings,
+        train_dataset=Dataset.from_list([{"prompt": "none"}] * num_samples),
+        processing_class=load_tokenizer(resolve(load(QUICKSTART).model.path)),
+    )
+
+
+def distilling(case: Case, common: dict[str, Any]) -> GKDTrainer:
+    """Return a GKDTrainer on the case's samples, with a teacher as large as the model."""
+    ids = case.ids()
+
+    def collate(rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        parts = padded([ids[row["index"]] for row in rows])
+        labels = parts["completion_ids"].masked_fill(parts["completion_mask"] == 0, IGNORED)
+        return {
+            "input_ids": torch.cat((parts["prompt_ids"], parts["completion_ids"]), 1),
+            "attention_mask": torch.cat((parts["prompt_mask"], parts["completion_mask"]), 1),
+            "labels": torch.cat((torch.full_like(parts["prompt_ids"], IGNORED), labels), 1),
+        }
+
+    return GKDTrainer(
+        model=model_of(case),
+        teacher_model=model_of(case),
+        args=GKDConfig(lmbda=0.0, beta=0.5, temperature=1.0, **common),
+        data_collator=collate,
+        train_dataset=Dataset.from_list([{"index": i} for i in range(len(ids))]),
+        processing_class=load_tokenizer(resolve(load(QUICKSTART).model.path)),
+    )
+
+
+def model_of(case: Case) -> PreTrainedModel:
+    config = AutoConfig.for_model(**case.hf_config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
 if __name__ == "__main__":
