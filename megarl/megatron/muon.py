@@ -40,13 +40,14 @@ from megarl.resharding.transports.transport import view
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Number of Newton-Schulz steps, and the coefficients of each step's odd quintic polynomial. They map singular values
-to about 0.7 to 1.2."""
+"""Number of Newton-Schulz steps, and the coefficients of each step's odd quintic polynomial. Together, the steps map
+all but tiny singular values to about 0.7 to 1.2."""
 
 EPSILON = 1e-7
 """Added to the norm of a matrix, which may be zero."""
 
 RMS = 0.2
+"""RMS of an update with a learning rate of 1."""
 
 
 def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -351,9 +351,11 @@ def test_ranks_write_and_read_only_their_own_range(model, tmp_path):
     assert sum(sizes) == 14 * (count + 9 * SIZES["hidden_size"])  # norms are read by both ranks
 
 
-def test_optimizer_saved_in_whole_tensors_resumes(model, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_optimizer_saved_in_whole_tensors_resumes(model, tmp_path, optimizer):
     """Conversion writes whole tensors, and so did earlier versions on the first data-parallel rank."""
-    config, other = (config_of(model, "model.dtype=bfloat16", f"actor.layout.dp={dp}") for dp in (2, 1))
+    keys = ("model.dtype=bfloat16", f"actor.optimizer.name={optimizer}")
+    config, other = (config_of(model, *keys, f"actor.layout.dp={dp}") for dp in (2, 1))
     uninterrupted, checkpoint = saved_by(config, model, tmp_path / "first")
     checkpoints = Checkpoints(tmp_path / "second")
     hidden = checkpoints.begin(SAVED_AFTER)
