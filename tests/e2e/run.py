@@ -20,7 +20,7 @@ from megarl.run.audit.audit import audit
 from tests.fakes.megarl import TRAINERS
 from tests.metrics import undeclared
 from tests.paths import ROOT
-from tests.timing import POLL_S, START_S, WAIT_S
+from tests.timing import ASK_S, POLL_S, START_S, WAIT_S
 from tests.tiny_model import write_tiny_llama
 
 MEGARL = [sys.executable, "-m", "megarl.cli"]
@@ -218,9 +218,16 @@ class Run:
         return Path(option.removeprefix("--temp_dir=")).parent
 
     def left_shared_memory(self) -> set[Path]:
+        """Return unmapped segments and folders that were created since the start and are not removed soon. The
+        semaphores of other tests whose processes end now may exist for a moment."""
+        deadline = time.monotonic() + WAIT_S
+        while (left := self._unmapped_segments()) and time.monotonic() < deadline:
+            time.sleep(ASK_S)
+        return left
+
+    def _unmapped_segments(self) -> set[Path]:
         """Return unmapped segments and folders created since the start. Segments of other runs are mapped, their
-        folders belong to scratch folders, and those of unit tests are excluded by name.
-        """
+        folders belong to scratch folders, and those of unit tests are excluded by name."""
         new = set(SHARED_MEMORY.iterdir()) - self._shared_memory
         new = {path for path in new if not (PLACE / path.name).exists()}
         new = {path for path in new if not path.name.removeprefix("sem.").startswith("megarl-test-")}
