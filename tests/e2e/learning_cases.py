@@ -89,11 +89,10 @@ def estimator(name: str, *overrides: str, **fields) -> Case:
     return Case((f"algorithm.advantage.estimator={name}", *ON_POLICY, *overrides), **fields)
 
 
-def distillation(divergence: str, **fields) -> Case:
+def distillation(divergence: str, *overrides: str, **fields) -> Case:
     """Return a case with an exact divergence from the teachers as the only signal."""
-    return estimator(
-        "policy_gradient", f"algorithm.distillation={{divergence: {divergence}, placement: loss}}", ANNEALED, **fields
-    )
+    distilled = f"algorithm.distillation={{divergence: {divergence}, placement: loss}}"
+    return estimator("policy_gradient", distilled, ANNEALED, *overrides, **fields)
 
 
 def ahead(steps: int, *overrides: str) -> tuple[str, ...]:
@@ -187,6 +186,9 @@ CASES: dict[str, Case] = {
     ),
     "distillation, sampled tokens": estimator("policy_gradient", task=TaughtDigits(), has_control=True),
     "distillation, reverse KL": distillation("reverse_kl", task=TaughtDigits(), at_most={KL: 0.02}),
+    "distillation, reverse KL, an eighth of the samples": distillation(
+        "reverse_kl", "batch.samples_per_prompt=1", task=TaughtDigits(), at_most={KL: 0.02}
+    ),
     "distillation, forward KL": distillation("forward_kl", task=TaughtDigits(), at_most={KL: 0.02}),
     "distillation, JSD": distillation("jsd", task=TaughtDigits()),
     "distillation, two teachers": distillation("reverse_kl", task=TwoTeachers(), has_control=True),
