@@ -221,3 +221,14 @@ def test_teacher_returns_the_final_hidden_states(folders, layout):
     assert sorted(name for states in ranks for name in states) == sorted(exact)
     actual = {name: next(states[name] for states in ranks if name in states) for name in exact}
     assert_close(actual, exact, plain, "hidden states")
+
+
+def test_value_head_has_the_column_before_the_divergences(folders):
+    keys = ("algorithm.advantage={estimator: gae}", "critic.shared_backbone=true")
+    config = recipe(folders, "untied", {"large": 1.0}, *keys, "algorithm.distillation.divergence=jsd")
+    exact_states, _ = teacher_states(folders, {"large": 1.0})
+    states = {name: {i: x.float() for i, x in found.items()} for name, found in exact_states.items()}
+    [rank] = run_ranks(1, distill, config, folders["untied"], states)
+    exact, plain = plain_update(folders, "untied", {"large": 1.0}, "jsd", 0.5)
+    assert rank.metrics["kl/teacher_large"].value == close_to(exact.means["large"], plain.means["large"])
+    assert rank.metrics["value/mean"].value == 0, "the new value head does not return zeros"
