@@ -74,6 +74,7 @@ class ActorWorker(TrainerWorker):
         self.kl_coefficient = kl.coefficient
         """Coefficient of the KL to the reference. Changes between steps if algorithm.kl.adaptive_target is set."""
         self._distillation = config.algorithm.distillation
+        """Its coefficient changes between steps if algorithm.distillation.anneal_steps is set."""
         self._penalty: float | None = None
         """Penalty of the objective kl_penalty, adapted to penalty_target; None before the first adaptation."""
         if config.keeps_reference and self.adapters is None:
