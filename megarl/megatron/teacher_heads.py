@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.algorithm_schema import Distillation
-from megarl.config.model_schema import Teacher
 from megarl.core import device
 from megarl.megatron.model.head import LogProbHead, TeacherHeads
 from megarl.models.folder import read_config
@@ -20,14 +19,14 @@ from megarl.resharding.transports.safetensors import SafetensorsFolder
 
 
 def load_teacher_heads(
-    head: LogProbHead, teachers: Sequence[Teacher], distillation: Distillation, dtype: torch.dtype
+    head: LogProbHead, folders: Sequence[Path], distillation: Distillation, dtype: torch.dtype
 ) -> None:
-    """Load the output weights of the teachers, whose paths are folders, into the actor's head. Each rank reads the rows
-    of the tokens that it holds in its own output weight."""
+    """Load the output weights of the teachers in these folders into the actor's head. Each rank reads the rows of the
+    tokens that it holds in its own output weight."""
     assert distillation.divergence != "sampled", "a sampled divergence needs no output layers"
     num_rows = head.output_size_per_partition
     first = dist.get_rank(head.process_group) * num_rows
-    weights = [_load_rows(Path(teacher.path), first, num_rows, dtype) for teacher in teachers]
+    weights = [_load_rows(folder, first, num_rows, dtype) for folder in folders]
     head.teachers = TeacherHeads(weights, distillation.divergence, distillation.beta)
 
 

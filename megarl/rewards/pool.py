@@ -36,7 +36,8 @@ MAX_PROCESSES = 512
 """Maximum number of processes per call: far more than a function needs, far fewer than a fork bomb starts."""
 
 WATCH_S = 0.25
-"""Interval in seconds at which a call's processes are counted. A fork bomb in Python starts a few hundred in it."""
+"""Interval in seconds at which a call's processes are counted. In this time, a fork bomb in Python starts a few hundred
+processes."""
 
 
 class FunctionPool:

@@ -69,7 +69,8 @@ class ActorWorker(TrainerWorker):
         self._changed_share = ChangedShare(self.optimizer, device.device())
         if config.distills_exactly and parallel.is_last_stage(None):
             head: Any = model_of(self.chunks[-1]).output_layer
-            load_teacher_heads(head, config.teachers.models, config.algorithm.distillation, self.dtype)
+            folders = [Path(path) for _, path in config.placed_teachers]
+            load_teacher_heads(head, folders, config.algorithm.distillation, self.dtype)
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """Coefficient of the KL to the reference. Changes between steps if algorithm.kl.adaptive_target is set."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -120,7 +119,7 @@ class DenoiserWorker(ActorWorker):
     def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
         """Run a forward-only pass and keep the policy's velocities on this rank for the update on the same steps."""
         batches = self._collated(batch)
-        with self._reference() if policy == "reference" else nullcontext():
+        with self._weights_of(policy):
             predicted = denoiser_step.predict(self.chunks, [self._documents(steps) for steps in batches])
         kept = self._velocities.setdefault(policy, {})
         for steps, velocities, members in zip(batches, predicted, batch.members, strict=False):
