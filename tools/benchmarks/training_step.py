@@ -72,8 +72,8 @@ def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 def distillation_against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare an update on the Jensen-Shannon divergence from a teacher as large as the model, including the teacher's
-    pass, with GKDTrainer on the same samples: seconds and, in separate runs, the peak resident memory without the
-    weights of both models, gradients and Adam's state."""
+    pass, with GKDTrainer on the same samples: seconds and, in separate runs, the peak resident memory above the weights
+    that the process holds, gradients and Adam's state. megarl's process holds only the teacher's output layer."""
     python, case = build_environment(work / "environment"), replace(case_of(arguments, mixed=True), has_teacher=True)
     of_side = {"trl": replace(case, microbatch=arguments.other_microbatch), "megarl": case}
     interpreters = {"trl": python, "megarl": Path(sys.executable)}
@@ -81,13 +81,18 @@ def distillation_against_trl(arguments: argparse.Namespace, work: Path) -> dict[
     for side, own in of_side.items():
         folder = work / f"{side}-memory"
         [memory] = run(side, replace(own, updates=1), folder, RETURN_FREED_MEMORY, interpreters[side])
-        held = memory["state_bytes"] if side == "trl" else sides["trl"]["state_bytes"]
+        if side == "trl":
+            held = memory["state_bytes"]
+        else:
+            held = sum(memory["closed_form_bytes"][part] for part in ("weights", "gradients", "optimizer"))
+            held += 4 * case.hf_config["vocab_size"] * case.hf_config["hidden_size"]
         sides[side]["bytes_above_state"] = memory["measured_bytes"] - held
     megarl, trl = sides["megarl"], sides["trl"]
     return {
         "lengths": case.lengths,
         "environment_for_memory": RETURN_FREED_MEMORY,
         "ratio_of_seconds": megarl["median_seconds"] / trl["median_seconds"],
+        "ratio_of_bytes_above_state": megarl["bytes_above_state"] / trl["bytes_above_state"],
         **sides,
     }
 
