@@ -28,7 +28,7 @@ from megarl.run.beginning import resolve
 from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
-from megarl.step.passes import make_policy_passes
+from megarl.step.passes import anneal_distillation, make_policy_passes
 from megarl.step.profile import profiled
 from megarl.step.record import offline_record
 from megarl.step.scoring import Metrics
@@ -116,10 +116,14 @@ def train(
     groups: Sequence[Sequence[SampleRef]],
     number: int,
 ) -> Metrics:
-    """Run the forward passes that the objective and the teachers need, then one optimizer step per prompts_per_update
-    rows."""
+    """Run the teachers and the forward-only passes that the objective needs, then one optimizer step per
+    prompts_per_update rows."""
     updates = [samples_of(update) for update in updates_of(config, groups)]
-    scores, metrics = all_scores(teachers, [item for samples in updates for item in samples]) if teachers else ({}, {})
+    coefficient, metrics = anneal_distillation(config, actor, number) if teachers else (0.0, {})
+    scores = {}
+    if coefficient > 0:
+        scores, pass_metrics = all_scores(teachers, [item for samples in updates for item in samples])
+        metrics |= pass_metrics
     batches = [dispatch(config, samples, actor.packing, scores=scores) for samples in updates]
     make_policy_passes(config, actor, batches).result()
     metrics |= actor.train([batches]).result()

@@ -12,9 +12,6 @@ from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megarl.core.latents import AnySample, LatentSample
 from megarl.core.sample import Sample, SampleRef
 from megarl.data.packing import Lengths, Microbatch, Packing, schedule
@@ -68,7 +65,7 @@ class StoredStates:
         import torch
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             return torch.from_numpy(self.content).view(getattr(torch, self.dtype))
 
 

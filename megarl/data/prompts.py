@@ -112,8 +112,9 @@ def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[
         applied = [teacher for teacher in teachers if teacher.applies_to(source)]
         if applied and not any(_sees(teacher, row, config.data) for teacher in applied):
             raise UserError(
-                f"{place_of(row, config.data)}: the column {applied[0].prompt_column!r}, the prompt_column of the "
-                f"teacher {applied[0].name}, is empty, and no reward applies. Fix: fill the column, or drop the row"
+                f"{place_of(row, config.data)}: no prompt in the column {applied[0].prompt_column!r} (prompt_column of "
+                f"the teacher {applied[0].name}), and no reward applies. Fix: correct prompt_column, fill the column, "
+                "or drop the row"
             )
         if functions and not any(entry.applies_to(source) for entry in functions):
             raise UserError(
@@ -145,8 +146,9 @@ def _require_privileged(config: Config, privileged: Mapping[str, Mapping[str, ND
     for column, teachers in _privileged_columns(config).items():
         if not privileged[column]:
             raise UserError(
-                f"teachers.models: {teachers[0].name} with prompt_column={column}: no row has a prompt in this column. "
-                "Fix: correct the name of the column, or fill it"
+                f"teachers.models: {teachers[0].name} with prompt_column={column}: no remaining row of the teacher's "
+                "sources has a prompt in this column. Fix: correct prompt_column or sources, fill the column, or raise "
+                "rollout.context_length"
             )
 
 

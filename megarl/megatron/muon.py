@@ -47,7 +47,7 @@ EPSILON = 1e-7
 """Added to the norm of a matrix, which may be zero."""
 
 RMS = 0.2
-"""RMS of an update with a learning rate of 1."""
+"""Factor that gives updates an RMS of about 0.2 with a learning rate of 1."""
 
 
 def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -98,7 +98,8 @@ class Round:
 
 
 class Muon:
-    """Runs Muon's updates on one rank, before each step of the optimizer.
+    """Runs Muon's updates on one rank, before each step of the optimizer: the constructor wraps the optimizer's
+    `step_with_ready_grads`.
 
     Args:
         parameters: name -> trained parameter. Its matrices in layers are updated by Muon.
@@ -123,9 +124,9 @@ class Muon:
         self._owned = [owned for owned in owned_ranges(optimizer) if owned.parameter in names]
         self._rounds = _plan_rounds(_parts(self._owned, names, holder))
         # Megatron calls this once the gradients are reduced, checked and clipped.
-        optimizer.step_with_ready_grads = self._before(optimizer.step_with_ready_grads)
+        optimizer.step_with_ready_grads = self._preceding(optimizer.step_with_ready_grads)
 
-    def _before(self, step: Callable[[], bool]) -> Callable[[], bool]:
+    def _preceding(self, step: Callable[[], bool]) -> Callable[[], bool]:
         def update_and_step() -> bool:
             self._update()
             with warnings.catch_warnings():

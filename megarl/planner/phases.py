@@ -61,8 +61,8 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
                 for parts in (held, in_passes)
             )
             if role == "actor" and config.distills_exactly and stage == len(of_role) - 1:
-                states_bytes = config.actor.tokens_per_microbatch * sum(_hidden_sizes(models)) * item_bytes(config)
-                in_update["actor: teachers' hidden states"] = states_bytes
+                num_bytes = config.actor.tokens_per_microbatch * sum(_hidden_sizes(models)) * item_bytes(config)
+                in_update["actor: teachers' hidden states"] = num_bytes
             training += _training(config.placed(role), where, in_update, in_pass, memory, passing)
     training = [*_teaching(config, models, states, workload, cluster), *training]
     loads = training if workload.is_offline else [*training, *_engine(config, models, states, cluster)]

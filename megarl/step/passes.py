@@ -8,6 +8,7 @@ from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import Scores, Updates, join_named_scores
 from megarl.config.schema import Config
+from megarl.core.metrics import Metric
 from megarl.step.needed_passes import PassName, passes
 
 if TYPE_CHECKING:
@@ -32,6 +33,17 @@ def policies(config: Config) -> list[Policy]:
     """Return the policies whose log-probs the algorithm needs: the old policy and the reference."""
     names: dict[Policy, PassName] = {"old": "old log-probs", "reference": "reference log-probs"}
     return [policy for policy, name in names.items() if needed(config, name)]
+
+
+def anneal_distillation(config: Config, actor: TrainerGroup, number: int) -> tuple[float, dict[str, Metric]]:
+    """Set the coefficient of the divergence from the teachers for this step. Return it and, if it is annealed, its
+    metric."""
+    distillation = config.algorithm.distillation
+    coefficient = distillation.coefficient_in(number)
+    if distillation.anneal_steps is None:
+        return coefficient, {}
+    actor.set_distillation_coefficient(coefficient).result()
+    return coefficient, {"distillation/coefficient": Metric(coefficient)}
 
 
 def make_policy_passes(config: Config, actor: TrainerGroup, updates: Updates) -> Pending[dict[str, Scores]]:

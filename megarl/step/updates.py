@@ -18,7 +18,7 @@ from megarl.core.metrics import Metric
 from megarl.core.sample import SampleRef
 from megarl.step.baselines import attach_baselines, step_normalization, update_reward_average
 from megarl.step.dispatch import Group, dispatch, epochs_of, samples_of
-from megarl.step.passes import make_policy_passes, policies
+from megarl.step.passes import anneal_distillation, make_policy_passes, policies
 from megarl.step.rollouts import Rollouts
 from megarl.step.scoring import Metrics
 from megarl.step.token_rewards import TokenRewards, reward_tokens
@@ -65,14 +65,11 @@ def prepare_updates(
 def _teacher_scores(
     config: Config, workers: Workers, updates: Sequence[Sequence[Group]], number: int
 ) -> tuple[dict[str, Scores], Metrics]:
-    """Return each teacher's scores for the step's samples, by the teacher's name among a sample's scores, and
-    metrics. Both are empty in steps that do not train the actor. There are no scores once the coefficient is 0."""
+    """Return each teacher's scores for the step's samples, keyed by Teacher.scores, and metrics. Both are empty in
+    steps that do not train the actor. The scores are empty in steps with a coefficient of 0."""
     if not workers.teachers or not config.trains_actor_in(number):
         return {}, {}
-    coefficient, metrics = config.algorithm.distillation.coefficient_in(number), {}
-    if config.algorithm.distillation.anneal_steps is not None:
-        workers.actor.anneal_distillation(coefficient).result()
-        metrics = {"distillation/coefficient": Metric(coefficient)}
+    coefficient, metrics = anneal_distillation(config, workers.actor, number)
     if coefficient == 0:
         return {}, metrics
     scores, passes_metrics = _all_scores(workers, updates)

@@ -164,7 +164,9 @@ def distill(
 ) -> RankResult:
     """Run one update on one rank."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    worker.anneal_distillation(config.algorithm.distillation.coefficient_in(3))  # half of the initial coefficient
+    worker.set_distillation_coefficient(
+        config.algorithm.distillation.coefficient_in(3)
+    )  # half of the initial coefficient
     batch = own_batch(config, worker, groups, scores)
     if config.distills_by_advantage:
         worker.keep_log_probs("old", batch)

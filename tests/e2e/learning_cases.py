@@ -10,7 +10,7 @@ from typing import Any
 from tests.e2e.environment_tasks import Calculation, Letters, Search
 from tests.e2e.knights import Knights
 from tests.e2e.learning_tasks import (
-    KL,
+    DIVERGENCE,
     Answers,
     Bandit,
     EvenAndLow,
@@ -185,11 +185,11 @@ CASES: dict[str, Case] = {
         "grpo", "algorithm.advantage.credit=reward_to_go", "reward_model.step_end='0'", task=ScoredDigits()
     ),
     "distillation, sampled tokens": estimator("policy_gradient", task=TaughtDigits(), has_control=True),
-    "distillation, reverse KL": distillation("reverse_kl", task=TaughtDigits(), at_most={KL: 0.02}),
-    "distillation, reverse KL, an eighth of the samples": distillation(
-        "reverse_kl", "batch.samples_per_prompt=1", task=TaughtDigits(), at_most={KL: 0.02}
+    "distillation, reverse KL": distillation("reverse_kl", task=TaughtDigits(), at_most={DIVERGENCE: 0.02}),
+    "distillation, reverse KL, one sample per prompt": distillation(
+        "reverse_kl", "batch.samples_per_prompt=1", task=TaughtDigits(), at_most={DIVERGENCE: 0.02}
     ),
-    "distillation, forward KL": distillation("forward_kl", task=TaughtDigits(), at_most={KL: 0.02}),
+    "distillation, forward KL": distillation("forward_kl", task=TaughtDigits(), at_most={DIVERGENCE: 0.02}),
     "distillation, JSD": distillation("jsd", task=TaughtDigits()),
     "distillation, two teachers": distillation("reverse_kl", task=TwoTeachers(), has_control=True),
     "self-distillation": estimator("grpo", task=HintedDigits(), has_control=True),

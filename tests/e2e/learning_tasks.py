@@ -26,8 +26,8 @@ from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 
 EVEN, ODD, DIGITS = "02468", "13579", "0123456789"
 
-KL = "KL to the teacher"
-"""A part of learning.json: the divergence from the teacher in nats, instead of a share."""
+DIVERGENCE = "divergence in nats"
+"""The part of learning.json with the divergence from the teacher; all other parts are fractions."""
 
 
 class Task(ABC):
@@ -126,7 +126,7 @@ class TaughtDigits(EvenDigits):
     def parts(self, run: Path) -> dict[str, list[float]]:
         """Return the divergence from the teacher in nats."""
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        return {KL: [line["kl/teacher_even"] for line in lines if "kl/teacher_even" in line]}
+        return {DIVERGENCE: [line["kl/teacher_even"] for line in lines if "kl/teacher_even" in line]}
 
 
 class TwoTeachers(EvenDigits):

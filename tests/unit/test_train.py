@@ -212,7 +212,7 @@ class Group:
         names = [item.id for update in updates for batch in update for item in batch.samples]
         return ready({policy: {name: f"{policy} of {name}" for name in names}})
 
-    def anneal_distillation(self, coefficient: float) -> Pending[None]:
+    def set_distillation_coefficient(self, coefficient: float) -> Pending[None]:
         self.calls.append(f"coefficient {coefficient}")
         return ready(None)
 
@@ -342,7 +342,7 @@ def test_self_teacher_computes_on_the_actors_devices(monkeypatch):
     note("offload_all")
     actor = Group()
     hinted = SelfTeacher(settings.self_teachers[0], actor)
-    monkeypatch.setattr(hinted, "log_probs", Teacher("hinted", log, "p0").log_probs)
+    monkeypatch.setattr(hinted, "score_tokens", Teacher("hinted", log, "p0").score_tokens)
     workers = replace(workers_of(actor, None), teachers=[hinted, Teacher("a", log, "p0", "p1")])
     metrics = train(settings, workers, rollouts_of(groups), 1, MovingAverage())
     assert log[:4] == ["offload_all", "teacher/a", "run", "teacher/hinted"]

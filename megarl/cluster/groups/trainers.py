@@ -188,7 +188,7 @@ class TrainerGroup(RankGroup):
     def _teacher_log_probs(self, policy: Policy, batch: RankBatch) -> Scores: ...
 
     @remote(timeout="update")
-    def anneal_distillation(self, coefficient: float) -> None:
+    def set_distillation_coefficient(self, coefficient: float) -> None:
         """Set the coefficient of the divergence from the teachers, until the next call."""
 
     @remote(timeout="passes", phase="log-probs of canary prompts", join=join_by_sample)

@@ -16,7 +16,7 @@ def teachers_have_distinct_names(config: Config) -> Iterator[str]:
 
 def distillation_alone_needs_no_rounds(config: Config) -> Iterator[str]:
     rounds = config.batch.sampling_rounds
-    if config.has_teachers and not config.has_rewards and rounds > 1:
+    if config.has_teachers and not config.has_rewards and not config.is_offline and rounds > 1:
         yield (
             f"batch.sampling_rounds={rounds}: dynamic sampling replaces prompts whose samples have equal rewards, but "
             "with rewards.functions=[] no sample has a reward. Fix: set batch.sampling_rounds=1, or add a reward"
@@ -26,7 +26,8 @@ def distillation_alone_needs_no_rounds(config: Config) -> Iterator[str]:
 def distillation_alone_does_not_end(config: Config) -> Iterator[str]:
     distillation, steps = config.algorithm.distillation, config.run.steps
     last = distillation.anneal_steps
-    if not config.has_teachers or config.has_rewards or last is None or distillation.final_coefficient > 0:
+    is_alone = config.has_teachers and not config.has_rewards and not config.is_offline
+    if not is_alone or last is None or distillation.final_coefficient > 0:
         return
     if last < steps:
         yield (
@@ -42,7 +43,7 @@ def teacher_sources_require_source_column(config: Config) -> Iterator[str]:
     if named is not None and config.is_offline:
         yield (
             f"teachers.models: {named.name} with sources={named.sources}: with data.format={config.data.format}, every "
-            f"teacher teaches all rows. Fix: remove sources from {named.name}"
+            f"teacher scores all rows. Fix: remove sources from {named.name}"
         )
     elif named is not None and config.data.source_column is None:
         yield (
@@ -55,9 +56,9 @@ def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
     for teacher in config.teachers.models:
         if teacher.path is None and teacher.prompt_column is None:
             yield (
-                f"teachers.models: {teacher.name} with path=null and prompt_column=null: without a path, the teacher "
-                "is the policy itself, and there is nothing to learn from its log-probs of its own prompts. Fix: set "
-                "path, or set prompt_column to a column with prompts that contain a hint"
+                f"teachers.models: {teacher.name} with path=null and prompt_column=null: the teacher would see the "
+                "same prompts as the actor. Fix: set path, or set prompt_column to a column with prompts that contain "
+                "a hint. For a KL to the reference, set algorithm.kl.coefficient"
             )
         if teacher.path is None and teacher.revision is not None:
             yield (
@@ -73,9 +74,15 @@ def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
 
 def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
     teacher = next((teacher for teacher in config.teachers.models if teacher.prompt_column is not None), None)
-    if teacher is None or config.is_offline:
+    if teacher is None:
         return
     entry = f"teachers.models: {teacher.name} with prompt_column={teacher.prompt_column}"
+    if config.is_offline:
+        yield (
+            f"{entry}: with data.format={config.data.format}, teachers see the rows' own prompts. Fix: remove "
+            f"prompt_column from {teacher.name}"
+        )
+        return
     if config.data.is_procedural:
         yield (
             f"{entry}: data.source={config.data.source} has no such column. Fix: set data.source to a .jsonl or "

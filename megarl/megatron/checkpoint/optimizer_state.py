@@ -153,7 +153,7 @@ class OwnedRange:
 
     @property
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's own state for the range; empty before the first update."""
+        """The optimizer's own state for the range. Reading it before the first update creates an empty entry."""
         return self.part.optimizer.state[self.main]
 
     def state(self) -> list[torch.Tensor]:

@@ -275,8 +275,8 @@ class ActorWorker(TrainerWorker):
         values, one per response token}}."""
         return self._token_details.take()
 
-    def anneal_distillation(self, coefficient: float) -> None:
-        """Set the coefficient of the divergence from the teachers, until the next call."""
+    def set_distillation_coefficient(self, coefficient: float) -> None:
+        """Set the coefficient of the divergence from the teachers for this and later steps."""
         self._distillation = self._distillation.model_copy(update={"coefficient": coefficient})
 
     def adapt_kl(self, divergence: float, num_samples: int) -> None:

@@ -461,11 +461,11 @@ def test_overlong_privileged_prompts_follow_the_policy(model_folder, tmp_path):
     ("hints", "overrides", "message"),
     [
         ([7], [], r"rows.jsonl:1: column 'hint': expected text or a list of .*, found int 7"),
-        (["", ""], [], "teachers.models: t with prompt_column=hint: no row has a prompt in this column"),
+        (["", ""], [], "teachers.models: t with prompt_column=hint: no remaining row of the"),
         (
             ["b", ""],
             ["rewards.functions=[]"],
-            "rows.jsonl:2: the column 'hint', the prompt_column of the teacher t, is empty, and no reward applies",
+            r"rows.jsonl:2: no prompt in the column 'hint' \(prompt_column of the teacher t\), and no reward",
         ),
     ],
 )

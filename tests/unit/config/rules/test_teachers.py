@@ -85,6 +85,12 @@ def test_coefficient_may_increase_from_zero() -> None:
     assert coefficients == pytest.approx([0.0, 0.05, 0.5, 0.5])
 
 
+def test_fine_tuning_goes_on_without_teachers() -> None:
+    """The responses in the data are a signal in all steps."""
+    annealed = ("algorithm.distillation.anneal_steps=9", "run.steps=10", ALONE)
+    assert recipe(TEACHERS, *OFFLINE, *annealed).has_teachers
+
+
 def test_null_removes_the_teachers() -> None:
     assert recipe(TEACHERS, "teachers=null") == recipe()
 
@@ -114,7 +120,7 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             ["teachers.models=[{name: a}]"],
-            "teachers.models: a with path=null and prompt_column=null: without a path, the teacher is the policy",
+            "teachers.models: a with path=null and prompt_column=null: the teacher would see the same prompts as the",
         ),
         (
             ["teachers.models=[{name: a, prompt_column: hint, revision: v1}]", ROWS],
@@ -166,6 +172,10 @@ def test_null_removes_the_teachers() -> None:
             [TEACHERS, "teachers.tokens_per_microbatch=255"],
             "teachers.tokens_per_microbatch=255: a sample can have up to rollout.context_length=256 tokens and is",
         ),
+        (
+            [*OFFLINE, "teachers.models=[{name: a, path: x, prompt_column: hint}]"],
+            "teachers.models: a with prompt_column=hint: with data.format=messages, teachers see the rows' own",
+        ),
         ([TEACHERS, "teachers.layout.dp=129"], "teachers.layout.dp=129: an update has only 128 samples"),
         (
             [TEACHERS, "algorithm.objective.name=dpo"],
@@ -177,7 +187,7 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             ["teachers.models=[{name: a, path: x, sources: [math]}]", *OFFLINE],
-            "teachers.models: a with sources=['math']: with data.format=messages, every teacher teaches all rows. Fix:",
+            "teachers.models: a with sources=['math']: with data.format=messages, every teacher scores all rows. Fix:",
         ),
     ],
 )
