@@ -53,7 +53,7 @@ def run(config: Config, scratch: Path) -> None:
 
 
 def learn(session: Session, config: Config, models: ModelFolders, context: RunContext) -> None:
-    """Start the ranks of the trainer and of teachers, run all steps and export the trained model."""
+    """Start the trainer and the teachers, run all steps and export the trained model."""
     config_of_actor, placement = with_teacher_folders(config, models), context.placement
     actor = TrainerGroup(session, config_of_actor, "actor", models.actor, placement.trainers)
     teachers = teacher_groups(session, config, models, placement)
@@ -116,8 +116,8 @@ def train(
     groups: Sequence[Sequence[SampleRef]],
     number: int,
 ) -> Metrics:
-    """Run the forward passes that the objective and the teachers need, then one optimizer step per prompts_per_update
-    rows."""
+    """Run the teachers and the forward-only passes that the objective needs, then one optimizer step per
+    prompts_per_update rows."""
     updates = [samples_of(update) for update in updates_of(config, groups)]
     scores, metrics = all_scores(teachers, [item for samples in updates for item in samples]) if teachers else ({}, {})
     batches = [dispatch(config, samples, actor.packing, scores=scores) for samples in updates]
