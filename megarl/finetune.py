@@ -53,7 +53,7 @@ def run(config: Config, scratch: Path) -> None:
 
 
 def learn(session: Session, config: Config, models: ModelFolders, context: RunContext) -> None:
-    """Start the ranks of the trainer and of teachers, run all steps and export the trained model."""
+    """Start the trainer and the teachers, run all steps and export the trained model."""
     config_of_actor, placement = with_teacher_folders(config, models), context.placement
     actor = TrainerGroup(session, config_of_actor, "actor", models.actor, placement.trainers)
     teachers = teacher_groups(session, config, models, placement)

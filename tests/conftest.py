@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
-    # With an empty cache, vLLM inspects each model class in a new process, so that CUDA stays uninitialized. To import
+    # With an empty cache, vLLM inspects each model class in a new process, so that CUDA stays uninitialized. Importing
     # vLLM takes that process 20 seconds.
     if registry := sys.modules.get("vllm.model_executor.models.registry"):
         registry._run_in_subprocess = lambda inspect: inspect()

@@ -14,7 +14,7 @@ CASES = [(*kind, has_scale, has_bias) for kind in KINDS for has_scale in (False,
 """Kind, beta, and whether there are temperatures and biases."""
 
 FEW = [CASES[number] for number in (0, 7, 11, 12)]
-"""Cases in which KL and JSD each occur with and without temperatures and biases."""
+"""Cases that cover KL and JSD, each with and without temperatures and biases."""
 
 
 def check(

@@ -1,4 +1,4 @@
-"""Kills a process at any change of the file system."""
+"""Simulates a kill at any change to the file system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Killed(BaseException):
 
 
 def killed_after(limit: int, operation: Callable[[], object]) -> bool:
-    """Run the operation, and kill it after `limit` changes of the file system. Return whether it was killed."""
+    """Run the operation and interrupt it before change `limit` + 1 to the file system. Return whether it was killed."""
     left = limit
 
     def counted(inner):

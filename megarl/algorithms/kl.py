@@ -81,7 +81,8 @@ DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 UNTAUGHT = math.inf
-"""Stands for a teacher's log-prob of a token, or the divergence from it, in samples that it does not score."""
+"""Placeholder for the log-prob under a teacher, or the divergence from the teacher, in rows that the teacher does not
+score."""
 
 
 def distillation_estimator(placement: str) -> str:

@@ -35,8 +35,8 @@ OBJECT_BYTES = 2048
 
 def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequence[int] = ()) -> int:
     """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples in a step
-    at maximum length, with per-token scores. Space that shorter samples leave unused takes no memory. Ray spills to
-    disk if the store is full.
+    at maximum length, with per-token scores and the teachers' hidden states. Space that shorter samples leave unused
+    takes no memory. Ray spills to disk if the store is full.
 
     Args:
         experts: the actor's experts, if any; samples may carry the routes to them.
@@ -52,7 +52,8 @@ def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequ
 
 
 def states_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:
-    """Return the size in bytes of the teachers' hidden states for the samples of a step, for an exact divergence."""
+    """Return the size in bytes of the teachers' hidden states for the samples of a step; 0 unless the divergence is
+    exact."""
     if not config.distills_exactly:
         return 0
     num_tokens = config.batch.prompts_per_step * config.trained_per_prompt * _response_length(config)

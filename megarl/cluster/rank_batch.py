@@ -38,13 +38,13 @@ class ScoreRef:
 
 
 Scores = dict[str, ScoreRef]
-"""References to a model's scores for response tokens: sample id -> float32 [R], int64 [A] for a judge's answers, or a
-teacher's hidden states, [R, h]."""
+"""References to a model's scores: sample id -> float32 [R] for response tokens, [R, h] for a teacher's hidden states,
+or int64 [A] for a judge's answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredStates:
-    """Hidden states of a sample as Ray stores them: readers map the bytes instead of copying them.
+    """A sample's hidden states in Ray's object store, stored as bytes so that readers map them without a copy.
 
     Attributes:
         content: uint8 [R, bytes of a row].
@@ -70,8 +70,8 @@ class StoredStates:
 
 
 def put_scores(scores: Mapping[str, torch.Tensor | Sequence[float]]) -> Scores:
-    """Put scores into Ray's object store, which keeps them while a reference to any of them exists. Hidden states are
-    separate objects for each sample, because they are large, and ranks on other nodes fetch only their samples'."""
+    """Put scores into Ray's object store, which keeps them while a reference to any of them exists. Each sample's
+    hidden states are a separate object, because they are large, and a rank fetches only those of its own samples."""
     if not scores:
         return {}
     import ray
@@ -125,7 +125,7 @@ def get_samples(refs: Sequence[SampleRef]) -> list[AnySample]:
 @dataclass(frozen=True, slots=True)
 class RankBatch:
     """One data-parallel rank's part of an update or a forward-only pass. Microbatches index into its samples.
-    `privileged`: prompt id -> token ids in place of the prompt's, int32 [P], if the pass replaces prompts."""
+    `privileged`: prompt id -> token ids that replace the prompt's in this pass, int32 [P]; empty: none are replaced."""
 
     samples: tuple[SampleRef, ...]
     microbatches: tuple[Microbatch, ...]
@@ -142,8 +142,9 @@ class RankBatch:
     def split_privileged(
         cls, samples: Sequence[SampleRef], packing: Packing, privileged: Mapping[str, NDArray[np.int32]]
     ) -> list[RankBatch]:
-        """Return the batches of a pass in which these token ids replace the prompts of all samples. The batches have no
-        expert routes, which the engine chose for other prompts."""
+        """Return the batches of a pass in which these token ids replace all prompts. Expert routes are dropped, because
+        the engine chose them for the original prompts."""
+        # beginning=0: all samples of a prompt share the prefix.
         with_lengths = [
             replace(item, num_prompt_tokens=len(privileged[item.prompt_id]), beginning=0) for item in samples
         ]
@@ -225,7 +226,7 @@ class FetchedBatches:
 
 
 def with_prompt(sample: Sample, privileged: Mapping[str, NDArray[np.int32]]) -> Sample:
-    """Return the sample with other token ids in place of its prompt's, and without routes."""
+    """Return the sample with its prompt replaced and its routes removed."""
     prompt = replace(sample.prompt, token_ids=privileged[sample.prompt.id])
     return replace(sample, prompt=prompt, routes=None)
 

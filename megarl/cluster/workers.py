@@ -210,15 +210,15 @@ def _start_trained(group: TrainerGroup, checkpoint: Checkpoint | None) -> Pendin
 
 
 def with_teacher_folders(config: Config, models: ModelFolders) -> Config:
-    """Return the config of trainer ranks. For an exact divergence, it names the teachers' folders, because the actor's
-    ranks read the teachers' output layers."""
+    """Return the config for trainer ranks. With an exact divergence, teachers' paths are replaced by local folders,
+    from which the actor's ranks load the output layers."""
     if not config.distills_exactly:
         return config
     return config.model_copy(update={"teachers": config.teachers.in_folders(models.teachers)})
 
 
 def teacher_groups(session: Session, config: Config, models: ModelFolders, placement: Placement) -> list[TeacherGroup]:
-    """Launch the ranks of all teachers."""
+    """Launch the ranks of the teachers with a path."""
     by_name = {teacher.name: teacher for teacher in config.teachers.models}
     return [
         TeacherGroup(session, config, by_name[name], folder, processes)

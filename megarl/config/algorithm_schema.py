@@ -199,7 +199,7 @@ class Distillation(Section):
     beta: Annotated[float, Field(ge=0, le=1)]
     placement: Literal["advantage", "loss"]
     estimator: TokenKL | None
-    """Never None once the whole configuration is loaded, if it has teachers and the divergence is sampled."""
+    """Not None after loading if the config has teachers and a sampled divergence."""
     limit: PositiveFloat | None
     coefficient: NonNegativeFloat
     anneal_steps: PositiveInt | None

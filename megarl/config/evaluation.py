@@ -31,7 +31,7 @@ def config_of_set(config: Config, evaluation_set: EvaluationSet) -> Config:
     rollout["max_new_tokens"] = longest_response(config, evaluation_set)
     run = {"seed": seed_of_set(config, evaluation_set)}
     changes = {"run": run, "data": data, "rewards": rewards, "rollout": rollout, "environment": environment}
-    changes["teachers"] = {"models": []}  # rows of a set need no teacher and no privileged prompt
+    changes["teachers"] = {"models": []}  # evaluation uses no teachers, so its rows need no privileged prompts
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     )

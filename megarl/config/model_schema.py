@@ -243,8 +243,8 @@ def teacher_key(name: str) -> str:
 
 
 class Teacher(Section):
-    """A language model whose log-probs of the sampled tokens the actor learns to match. Without a path, it is the
-    policy itself, which sees the prompts in `prompt_column`."""
+    """A model whose next-token distribution the actor learns to match. Without a path, it is the policy or the
+    reference (`weights`) with the prompts in `prompt_column`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     path: Text | None = None
@@ -284,7 +284,8 @@ class Teachers(Untrained):
         return self.model_copy(update={"models": [teacher]})
 
     def in_folders(self, folders: Mapping[str, Path]) -> Teachers:
-        """Return the section with the folders of the teachers, by name, as their paths."""
+        """Return the section with each teacher's path replaced by its local folder. Teachers without a folder are left
+        out."""
         models = [
             teacher.model_copy(update={"path": str(folders[teacher.name]), "revision": None})
             for teacher in self.models

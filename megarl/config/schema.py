@@ -209,7 +209,7 @@ class Config(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a term uses the reference's log-probs of the samples."""
+        """Whether the KL or the objective uses the reference's log-probs."""
         return self.algorithm.kl.coefficient > 0 or self.algorithm.objective.spec.reads_reference
 
     @property
@@ -259,13 +259,13 @@ class Config(Section):
 
     @property
     def placed_teachers(self) -> list[tuple[Teacher, str]]:
-        """The teachers with a model of their own, and its path."""
+        """The teachers with a path, and the path."""
         models = self.teachers.models if self.has_teachers else []
         return [(teacher, teacher.path) for teacher in models if teacher.path is not None]
 
     @property
     def self_teachers(self) -> list[Teacher]:
-        """The teachers that are the policy or the reference with another prompt."""
+        """The teachers that are the policy or the reference with privileged prompts."""
         return [teacher for teacher in self.teachers.models if teacher.path is None] if self.has_teachers else []
 
     @property
@@ -275,8 +275,8 @@ class Config(Section):
 
     @property
     def may_have_teachers(self) -> bool:
-        """Whether the actor's loss can include a divergence from teachers: one on sampled tokens is part of a policy
-        objective, and an exact one may also be added to imitation of given responses."""
+        """Whether the actor can learn from teachers. A sampled divergence requires a policy objective; an exact one
+        also works in supervised fine-tuning."""
         objective = self.algorithm.objective.spec
         imitates = isinstance(objective, ImitationObjective) and self.algorithm.distillation.is_exact
         return imitates or (objective.is_policy_objective and not self.is_offline)

@@ -179,11 +179,13 @@ METRICS = (
     Declaration("kl/FORM", "mean KL to the reference; placement, level and estimator are in the name", "nats", "kl"),
     Declaration(
         "kl/teacher_NAME",
-        "KL(old policy ‖ teacher) by k1; the mean divergence of the current policy if distillation.divergence is exact",
+        "KL(old policy ‖ teacher) by k1. With an exact distillation.divergence: its mean under the current policy",
         "nats/token",
         "teachers",
     ),
-    Declaration("distillation/coefficient", "coefficient of the KL to the teachers", "", "distillation.anneal_steps"),
+    Declaration(
+        "distillation/coefficient", "coefficient of the divergence from the teachers", "", "distillation.anneal_steps"
+    ),
     Declaration("teachers/seconds", "time of the teachers' passes, which is part of time/train", "s", "teachers"),
     Declaration("correction/weight_mean", "mean importance weight", "", CORRECTION),
     Declaration("correction/weight_square_mean", "mean squared importance weight", "", CORRECTION),

@@ -153,7 +153,8 @@ def _prefix_checksum(sample: Sample) -> int:
 
 
 def prompt_checksum(token_ids: NDArray[np.int32]) -> int:
-    """Return `SampleRef.beginning` of samples that an environment starts with these tokens, without routes."""
+    """Return the value of `SampleRef.beginning` for samples without routes that an environment starts with these
+    tokens."""
     return zlib.crc32(token_ids.tobytes())
 
 

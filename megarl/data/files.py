@@ -78,8 +78,8 @@ def file_rows(
 
 
 def content_of(value: Any, column: str, place: str) -> Content | None:
-    """Return the text or messages in an optional column, or None if it is empty. Raise a UserError for any other
-    value."""
+    """Return the text or messages in an optional column, or None if the value is missing or empty. Raise a UserError
+    for any other value."""
     if value is None or value == "" or value == []:
         return None
     if not (isinstance(value, str) or _is_messages(value)):

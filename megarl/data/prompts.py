@@ -41,11 +41,11 @@ class PromptSet:
     """The tokenized prompts of a data source.
 
     Attributes:
-        data_hash: SHA-256 over the token ids, answers and additional columns of all prompts, in order, and over the
-            privileged prompts.
+        data_hash: SHA-256 over the token ids, answers, additional columns and privileged prompts of all prompts, in
+            order.
         weights: sampling weight of each prompt; None for uniform sampling.
-        privileged: prompts that only teachers see: column -> prompt id -> token ids, int32 [P]. Rows without one are
-            left out.
+        privileged: prompts for teachers: column -> prompt id -> token ids, int32 [P]. Prompt ids without such a prompt
+            are absent.
     """
 
     prompts: tuple[Prompt, ...]
@@ -63,8 +63,9 @@ class PromptSet:
 
 def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str | None] = NO_COLUMNS) -> PromptSet:
     """Read and tokenize every prompt. Raise a UserError if a row cannot be read or tokenized, a prompt leaves no room
-    for `rollout.max_new_tokens` (unless data.overlong=drop), or the source has too few rows. The message names the
-    source and the row. columns: columns required by reward functions, as in `file_rows`."""
+    for `rollout.max_new_tokens` (unless data.overlong=drop), the source has too few rows, or a teacher's column has no
+    prompts. The message names the source and the row. columns: columns required by reward functions, as in
+    `file_rows`."""
     data = config.data
     privileged: dict[str, dict[str, NDArray[np.int32]]] = {column: {} for column in _privileged_columns(config)}
     columns = {**dict.fromkeys(privileged), **columns, **data.ordering_columns}
@@ -96,8 +97,8 @@ def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, mo
 
 
 def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
-    """Yield the rows. Raise a UserError if no reward function or, without rewards, no teacher applies to a row, or if
-    its sort value or weight is invalid."""
+    """Yield the rows. Raise a UserError if a row has no reward function or, without rewards, no teacher with a prompt,
+    or if its sort value or weight is invalid."""
     rewards, column = config.rewards, config.data.source_column
     functions = [] if rewards.judge is not None or config.has_reward_model else rewards.functions
     teachers = config.teachers.models if config.has_teachers and not config.has_rewards else []
@@ -142,7 +143,7 @@ def _privileged_columns(config: Config) -> dict[str, list[Teacher]]:
 
 
 def _require_privileged(config: Config, privileged: Mapping[str, Mapping[str, NDArray[np.int32]]]) -> None:
-    """Raise a UserError if a column for teachers is missing or empty in all rows of their sources."""
+    """Raise a UserError if a teachers' column has no prompt in any remaining row of their sources."""
     for column, teachers in _privileged_columns(config).items():
         if not privileged[column]:
             raise UserError(
@@ -284,7 +285,7 @@ def _prompt(
     config: Config,
     privileged: Mapping[str, dict[str, NDArray[np.int32]]],
 ) -> Prompt | None:
-    """Return the row's prompt, or None if the row is dropped. Add its prompts for teachers to `privileged`."""
+    """Return the row's prompt, or None if the row is dropped. Add the row's privileged prompts to `privileged`."""
     place = place_of(row, config.data)
     if config.data.source == OWN_TASKS:
         return Prompt(f"{OWN_TASKS}:{row.number}", "", np.empty(0, np.int32))
@@ -312,7 +313,7 @@ def _prompt(
 
 
 def _privileged_prompts(row: Row, config: Config) -> Iterator[tuple[str, Content]]:
-    """Yield each column with a prompt for teachers of the row's source, and the prompt, unless it is empty."""
+    """Yield (column, prompt) for each nonempty privileged prompt of a teacher that applies to the row."""
     data = config.data
     source = None if data.source_column is None else row.columns[data.source_column]
     for column, teachers in _privileged_columns(config).items():

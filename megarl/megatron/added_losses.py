@@ -1,4 +1,4 @@
-"""Losses that are added to an objective's loss, each computed from the last columns of the head's output."""
+"""Additional losses, each computed from the last columns of the head's output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class DistillationTerms(NamedTuple):
     Attributes:
         others: the objective's terms.
         distillation: Σ w·D.
-        divergences: float32 [N, K], the divergence from each teacher; UNTAUGHT where it has no part.
+        divergences: float32 [N, K], the divergence from each teacher, or UNTAUGHT in rows that the teacher does not
+            score.
     """
 
     loss: torch.Tensor
@@ -51,10 +52,10 @@ class DistillationTerms(NamedTuple):
 def distillation_loss(
     batch: TokenBatch, scored: torch.Tensor, *, others: Callable, weights: Sequence[float]
 ) -> DistillationTerms:
-    """Add Σ w·D with D = Σ_k w_k·D_k to a loss. Tokens that the loss excludes have no part.
+    """Add Σ w·D with D = Σ_k w_k·D_k to a loss. Tokens excluded by the other loss do not contribute.
 
     Args:
-        scored: the head's output, of which the last K columns are the divergences D_k.
+        scored: the head's output, whose last K columns are the divergences D_k.
         others: computes the other loss from the batch and the preceding columns.
         weights: w_k of each teacher.
     """

@@ -161,8 +161,8 @@ def mtp_metrics(batch: TokenBatch, terms: added_losses.MtpTerms, *, others: Call
 def distillation_metrics(
     batch: TokenBatch, terms: added_losses.DistillationTerms, *, others: Callable, teachers: Sequence[str]
 ) -> Sums:
-    """Return the other loss's metrics, in which policy/loss includes the exact divergence, and the divergence from each
-    teacher. `teachers`: their names."""
+    """Return the other loss's metrics with the divergence added to policy/loss, and the mean divergence from each
+    teacher. `teachers`: names."""
     sums = others(batch, terms.others)
     value, weight, reduction = sums["policy/loss"]
     sums["policy/loss"] = value + terms.distillation.detach(), weight, reduction

@@ -133,7 +133,7 @@ def policy_loss(
             options bound; None without a reference.
         kl_coefficient: β; None if the KL is part of the reward.
         distillation: D, the divergence from the teachers: `kl.distillation` with its options bound. None without
-            teachers, if it is part of the advantage, or if it is exact.
+            teachers, or if the divergence is part of the advantage or exact.
         inputs: inputs of the objective that the batch does not hold, by name, float32 [N].
         row_factor: a factor of each row's ℓ, in addition to f, float32 [N]; None: 1.
     """

@@ -1,4 +1,4 @@
-"""Muon for the weight matrices in a model's layers. Megatron's AdamW updates all other parameters.
+"""Muon for the attention, MLP and expert matrices of a model. Megatron's AdamW updates all other parameters.
 
 For a matrix W [m, n] with gradient G, momentum M and the momentum coefficient μ (Jordan et al.,
 https://kellerjordan.github.io/posts/muon):
@@ -6,16 +6,17 @@ https://kellerjordan.github.io/posts/muon):
     M ← μ · M + G
     W ← (1 − lr · weight_decay) · W − lr · 0.2 · √max(m, n) · orthogonalize(G + μ · M)
 
-An orthogonal [m, n] matrix has an RMS of 1 / √max(m, n). The update therefore has an RMS of about 0.2, which is typical
-of AdamW, so learning rates and weight decays for AdamW carry over (Moonlight, https://arxiv.org/abs/2502.16982).
+A semi-orthogonal [m, n] matrix has an RMS of 1 / √max(m, n). The update therefore has an RMS of about 0.2, which is
+typical of AdamW, so learning rates and weight decays tuned for AdamW can be reused (Moonlight,
+https://arxiv.org/abs/2502.16982).
 
-The matrices are those of the Hugging Face checkpoint, so updates do not depend on the layout. Queries, keys and values,
-gate and up projections, and experts are separate matrices even if Megatron fuses them, and tensor-parallel shards are
-joined. Checkpoint formats that fuse projections themselves, such as Phi's, have one matrix for them.
+The matrices are those of the Hugging Face checkpoint, so updates do not depend on the layout. Matrices that Megatron
+fuses are separated: query, key and value projections, gate and up projections, and experts. Tensor-parallel shards are
+joined. Projections that are fused in the checkpoint, such as Phi-3's, are one matrix.
 
 Momentum is float32 and sharded over the data-parallel ranks like Adam's moments. In each update, one of the ranks that
-hold a matrix gathers it, orthogonalizes it and returns the parts. A rank thus sends about 8 bytes for each matrix
-element in its shard and receives as many. The ranks orthogonalize different matrices at the same time. A rank needs
+hold a matrix gathers its momentum, orthogonalizes it and returns the parts. On average, a rank thus sends and receives
+8 bytes per matrix element in its shard. The ranks orthogonalize different matrices at the same time. A rank needs
 memory for a few copies of one matrix.
 """
 
@@ -44,15 +45,15 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 all but tiny singular values to about 0.7 to 1.2."""
 
 EPSILON = 1e-7
-"""Added to the norm of a matrix, which may be zero."""
+"""Added to a matrix's norm, which may be 0."""
 
 RMS = 0.2
 """Factor that gives updates an RMS of about 0.2 with a learning rate of 1."""
 
 
 def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return an approximation of U Vᵀ for a float32 matrix [m, n] = U S Vᵀ, float32 [m, n]. `dtype` is the precision of
-    the matrix products."""
+    """Approximate U Vᵀ for a float32 matrix U S Vᵀ, [m, n], by Newton-Schulz iterations. `dtype`: dtype of the matrix
+    products."""
     a, b, c = COEFFICIENTS
     wide = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
     x = (wide / (wide.norm() + EPSILON)).to(dtype)
@@ -63,7 +64,7 @@ def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Part(NamedTuple):
-    """A rectangle of a matrix, on the rank that holds its elements."""
+    """A rectangle of a checkpoint matrix that a rank holds."""
 
     tensor: str
     rectangle: Rectangle
@@ -71,8 +72,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """A rectangle of a matrix in this rank's range of a parameter. `index` is the number of the range, and `rectangle`
-    the rectangle in the parameter."""
+    """A rectangle of a matrix in this rank's range of a parameter. `index`: the range's index in `Muon._owned`.
+    `rectangle`: the rectangle in parameter coordinates."""
 
     index: int
     rectangle: Rectangle
@@ -89,7 +90,7 @@ class Round:
     Attributes:
         sent: the parts that this rank sends, by receiving rank.
         shape: the shape of this rank's matrix; None if it has none.
-        received: the rectangles of this rank's matrix, by sending rank.
+        received: the rectangles of the matrix that this rank orthogonalizes, by sending rank.
     """
 
     sent: list[list[LocalPart]]
@@ -98,11 +99,11 @@ class Round:
 
 
 class Muon:
-    """Runs Muon's updates on one rank, before each step of the optimizer: the constructor wraps the optimizer's
-    `step_with_ready_grads`.
+    """Adds Muon to one rank's optimizer: the constructor wraps its step, which then updates the matrices first.
 
     Args:
-        parameters: name -> trained parameter. Its matrices in layers are updated by Muon.
+        optimizer: Megatron's distributed optimizer of the rank.
+        parameters: name -> trained parameter; Muon updates the layer matrices among them.
         holder: describes this rank's weights.
         momentum: μ.
         dtype: the model's dtype. Matrices are orthogonalized in float32 if it is float32, and in bfloat16 otherwise.
@@ -123,14 +124,15 @@ class Muon:
             parallel.mark(parameter, uses_muon=True)
         self._owned = [owned for owned in owned_ranges(optimizer) if owned.parameter in names]
         self._rounds = _plan_rounds(_parts(self._owned, names, holder))
-        # Megatron calls this once the gradients are reduced, checked and clipped.
+        # Megatron calls step_with_ready_grads after gradients are reduced, checked and clipped.
         optimizer.step_with_ready_grads = self._preceding(optimizer.step_with_ready_grads)
 
     def _preceding(self, step: Callable[[], bool]) -> Callable[[], bool]:
         def update_and_step() -> bool:
             self._update()
             with warnings.catch_warnings():
-                # With float32 parameters, main weights are views. torch warns if AdamW finds no gradient in a view.
+                # Main weights of float32 parameters are views, and torch warns when AdamW reads their missing
+                # gradients.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
                 return step()
 
@@ -138,8 +140,7 @@ class Muon:
 
     @torch.no_grad()
     def _update(self) -> None:
-        """Update the matrices, and drop their gradients, because AdamW skips parameters without one. Collective over
-        all ranks."""
+        """Update the matrices, and drop their gradients, so that AdamW skips them. Collective over all ranks."""
         directions = [self._direction(owned) for owned in self._owned]
         for current in self._rounds:
             self._run(current, directions)
@@ -147,7 +148,7 @@ class Muon:
             owned.main.grad = None
 
     def _direction(self, owned: OwnedRange) -> torch.Tensor:
-        """Update the momentum, and apply the weight decay. Return G + μ · M, which overwrites the gradient."""
+        """Apply weight decay, update the momentum, and return G + μ · M in the gradient's storage."""
         main, state = owned.main, owned.optimizer_state
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(main)
@@ -180,7 +181,7 @@ class Muon:
 def _parts(
     owned: Sequence[OwnedRange], names: Mapping[torch.nn.Parameter, str], holder: Holder
 ) -> list[tuple[Part, LocalPart]]:
-    """Return the parts of matrices in this rank's ranges. Padding belongs to no matrix."""
+    """Return the matrix parts in this rank's ranges, without padding."""
     pieces, parts = holder.shard.by_parameter(), []
     for index, item in enumerate(owned):
         for rectangle in flat_span(tuple(item.parameter.shape), item.start, item.stop):
@@ -219,7 +220,7 @@ def _plan_rounds(parts: Sequence[tuple[Part, LocalPart]]) -> list[Round]:
 
 
 def _shapes(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each matrix, which its parts cover."""
+    """Return each matrix's shape, derived from its parts, which cover it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor, rectangle in parts:
         stops = tuple(stop for _, stop in rectangle)
@@ -228,8 +229,8 @@ def _shapes(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
 
 
 def assign(parts_by_rank: Sequence[Sequence[Part]], shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    """Return the matrices that each rank orthogonalizes: from the most expensive to the cheapest, each on the rank with
-    the least work among those that hold a part of it."""
+    """Return the matrices that each rank orthogonalizes: matrices are assigned greedily, most expensive first, to the
+    least loaded rank that holds a part."""
     candidates: dict[str, dict[int, None]] = {tensor: {} for tensor in shapes}
     for rank, rank_parts in enumerate(parts_by_rank):
         for part in rank_parts:

@@ -1,4 +1,4 @@
-"""Megatron's distributed AdamW, built from our config. muon.py adds Muon to it."""
+"""Megatron's distributed AdamW, built from our config. See muon.py for Muon."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
 def score(
     chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], to_host: bool = False
 ) -> list[torch.Tensor]:
-    """Return the head's output for the rows in each microbatch: log-prob and entropy, or scores, float32 [N, columns],
-    or hidden states, [N, h] in the model's dtype. The list is empty except on the last stage. `to_host`: move each
+    """Return the head's output for each microbatch: float32 [N, columns] with log-probs and entropies or scores, or
+    hidden states, [N, h], in the model's dtype. The list is empty except on the last stage. `to_host`: move each
     microbatch's output to host memory before the next microbatch."""
 
     def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,8 +21,8 @@ from megarl.resharding.transports.safetensors import SafetensorsFolder
 def load_teacher_heads(
     head: LogProbHead, folders: Sequence[Path], distillation: Distillation, dtype: torch.dtype
 ) -> None:
-    """Load the output weights of the teachers in these folders into the actor's head. Each rank reads the rows of the
-    tokens that it holds in its own output weight."""
+    """Load the teachers' output weights from these folders into the actor's head. Each rank reads the rows for the
+    tokens in its shard of the actor's output weight."""
     assert distillation.divergence != "sampled", "a sampled divergence needs no output layers"
     num_rows = head.output_size_per_partition
     first = dist.get_rank(head.process_group) * num_rows
@@ -31,7 +31,7 @@ def load_teacher_heads(
 
 
 def _load_rows(folder: Path, first: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return `num_rows` rows of the output weight of the model in the folder, from row `first`."""
+    """Return rows [first, first + num_rows) of the folder's output weight; rows beyond the vocabulary are 0."""
     hf_config = read_config(folder)
     holder = output_rows_holder(hf_config, first, num_rows, str(dtype).removeprefix("torch."))
     [(name, shape)] = holder.shapes.items()

@@ -163,8 +163,8 @@ def _reserve(
 
 
 def _untrained(config: Config, models: Models, name: str) -> dict[str, float]:
-    """Return the bytes of the reward model, the teachers and their output layers in the actor's head that stay on a GPU
-    that they share with the processes called `name`."""
+    """Return the bytes that the reward model, the teachers, and the teachers' output layers in the actor's head keep on
+    GPUs shared with the processes `name`."""
     spans, parts = device_spans(config), {}
     if models.reward is not None and overlap(spans[name], spans[NAMES["reward_model"]]):
         parts |= reward_model_parts(config, models.reward, spans[NAMES["reward_model"]].start)

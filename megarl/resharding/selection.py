@@ -78,8 +78,8 @@ def frozen_parameters(trained: Trained, hf_config: Mapping[str, Any], holder: Ho
 
 
 def layer_matrices(holder: Holder) -> list[str]:
-    """Return the local names of the weight matrices in the holder's layers, without routers, gates of shared experts,
-    modulations, and the projection of an MTP layer's inputs."""
+    """Return the local names of the attention, MLP and expert matrices in the holder's layers. Routers, gates of shared
+    experts, modulations and MTP input projections are excluded."""
     matrices = (name for name, shape in holder.shapes.items() if LAYER in name and len(shape) == 2)
     return [name for name in matrices if not any(part in name for part in UNQUANTIZED)]
 

@@ -164,7 +164,8 @@ class FinishedRollouts:
         sampled with other settings or data, and the results of reward functions if the user's code has changed."""
         try:
             record = read_object(folder / RECORD)
-        except (UserError, FileNotFoundError):  # an attempt was killed before it had written or removed the folder
+        except (UserError, FileNotFoundError):
+            # The record is damaged, or missing because an attempt was killed while it created or removed the folder.
             record = {}
         weights = record.get("weights")
         is_alike = isinstance(record.get("config"), dict) and record.get("data") == self.origin["data"]

@@ -60,7 +60,9 @@ def _teacher_scores(config: Config) -> list[Pass]:
 
 
 def _described(teacher: Teacher) -> str:
-    return teacher.name if teacher.path is not None else f"{teacher.name} [the {teacher.weights} with another prompt]"
+    if teacher.path is not None:
+        return teacher.name
+    return f"{teacher.name} [the {teacher.weights} with privileged prompts]"
 
 
 def _critic_values(config: Config) -> Pass:

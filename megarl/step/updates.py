@@ -65,8 +65,8 @@ def prepare_updates(
 def _teacher_scores(
     config: Config, workers: Workers, updates: Sequence[Sequence[Group]], number: int
 ) -> tuple[dict[str, Scores], Metrics]:
-    """Return each teacher's scores for the step's samples, keyed by Teacher.scores, and metrics. Both are empty in
-    steps that do not train the actor. The scores are empty in steps with a coefficient of 0."""
+    """Return the step's metrics, and each teacher's scores keyed by Teacher.scores. Both are empty in steps that do not
+    train the actor. Scores are empty if the coefficient is 0."""
     if not workers.teachers or not config.trains_actor_in(number):
         return {}, {}
     coefficient, metrics = anneal_distillation(config, workers.actor, number)
@@ -77,12 +77,13 @@ def _teacher_scores(
 
 
 def _all_scores(workers: Workers, updates: Sequence[Sequence[Group]]) -> tuple[dict[str, Scores], Metrics]:
-    """Run the passes of all teachers: first of those with models of their own, then of the policy itself."""
+    """Run all teachers: first those with a path, then those that are the policy or the reference."""
     samples = [sample for update in updates for sample in samples_of(update)]
     selves = [teacher for teacher in workers.teachers if isinstance(teacher, SelfTeacher)]
     scores, metrics = {}, {}
     if others := [teacher for teacher in workers.teachers if not isinstance(teacher, SelfTeacher)]:
-        workers.trained.offload_all().result()  # an attempt that lost a rank may have left their states on the devices
+        # An attempt that lost a rank may have left the trained models' states on the devices.
+        workers.trained.offload_all().result()
         scores, metrics = all_scores(others, samples)
     if selves:
         begin = time.perf_counter()
@@ -127,7 +128,7 @@ def _dispatch_with_passes(
     """Dispatch the samples, and run the forward-only passes that the updates need on the first epoch's batches: the
     critic's values and the policies' log-probs. Return each epoch's batches for the models that this step trains, which
     is only the critic in the first critic.warmup_steps steps. `epochs` lists, for each epoch, the samples of each
-    update. `teachers`: the teachers' scores by name."""
+    update. `teachers`: scores keyed by Teacher.scores."""
     actor, critic, trains_actor = workers.actor, workers.critic, config.trains_actor_in(number)
 
     def dispatched(group: TrainerGroup, role: Role) -> list[Updates]:

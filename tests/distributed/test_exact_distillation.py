@@ -43,9 +43,9 @@ GROUPS = [[(sample, 0.0) for sample, _ in group] for group in random_groups(0)]
 SAMPLES = [sample for group in GROUPS for sample, _ in group]
 COEFFICIENT, VOCAB = 0.7, 128
 MIXED = {"idle": 2.0, "large": 1.0, "small": 0.5}
-"""Weights of the teachers. The idle teacher has no sample of its sources."""
+"""Teacher -> weight. No sample belongs to the idle teacher's sources."""
 TAUGHT_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
-"""The samples of the small teacher's sources. The large teacher teaches all samples."""
+"""Ids of the samples that the small teacher scores. The large teacher scores all samples."""
 
 States = dict[str, dict[str, torch.Tensor]]
 """Teacher -> sample id -> final hidden state for each response token, [R, h]."""
@@ -53,7 +53,7 @@ States = dict[str, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Students, a teacher of the same size, and one with another hidden size and more rows in the embedding."""
+    """Students, a teacher of the same size, and a larger teacher with more embedding rows."""
     sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96)
     larger = dict(num_heads=6, num_kv_heads=3, hidden_size=192, intermediate_size=144, num_layers=4)
     kinds = {
@@ -115,14 +115,15 @@ def plain_divergence(kind: str, beta: float, log_p: torch.Tensor, log_q: torch.T
 
 
 class Distilled(NamedTuple):
-    """The gradients of an update, and the mean divergence from each teacher over the tokens that it teaches."""
+    """The gradients of an update, and the mean divergence from each teacher over the tokens that it scores."""
 
     gradients: dict[str, torch.Tensor]
     means: dict[str, float]
 
 
 def plain_update(folders: dict[str, Path], student: str, weights: Mapping[str, float], kind: str, beta: float):
-    """Return the result for the mean over samples of the mean over trained tokens of c·Σ_k w_k·D_k."""
+    """Return the expected result. The loss averages c·Σ_k w_k·D_k over the trained tokens of each sample, then over
+    samples."""
 
     def compute() -> Distilled:
         model = load(AutoModelForCausalLM, folders[student])
@@ -186,7 +187,7 @@ def assert_distills(folders, student, weights, layout, kind, beta=0.5):
         pytest.param("untied", "DP2", "reverse_kl", 0.5, marks=pytest.mark.exhaustive),
     ],
 )
-def test_divergence_from_several_teachers_is_the_plain_one(folders, student, layout, kind, beta):
+def test_divergence_from_several_teachers_matches_full_logits(folders, student, layout, kind, beta):
     assert_distills(folders, student, MIXED, layout, kind, beta)
 
 

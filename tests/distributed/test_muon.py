@@ -49,8 +49,8 @@ EXPERTS = {"EP2": "dp: 2, ep: 2", "EP2, TP2, ETP1": "tp: 2, sequence_parallel: t
 
 
 class PlainMuon:
-    """Muon for the matrices in layers, and AdamW for all other parameters. Layers have no other matrices than
-    projections and routers."""
+    """Muon for the matrices in layers, and AdamW for all other parameters. Layers have no matrices besides projections
+    and routers."""
 
     def __init__(self, model: torch.nn.Module):
         self._model, self._momenta = model, {}
@@ -79,13 +79,13 @@ class PlainMuon:
 
 
 def matrices(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the matrices in a parameter of transformers, which stacks experts and their gate and up projections."""
+    """Yield the matrices in a parameter. transformers stacks experts, and their gate and up projections."""
     for matrix in tensor if tensor.dim() == 3 else [tensor]:
         yield from matrix.chunk(2 if name.endswith("gate_up_proj") else 1)
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the result of five steps, which apply a polynomial to the singular values."""
+    """Apply five Newton-Schulz steps exactly, to the singular values."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     values = values / (values.norm() + 1e-7)
     for _ in range(5):

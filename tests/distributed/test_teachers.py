@@ -117,11 +117,11 @@ PRIVILEGED = {
     for name, length in (("0", 30), ("2", 9))
 }
 HINTED = [with_prompt(sample, PRIVILEGED) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
-"""The samples with privileged prompts, which are longer or shorter than their own. One prompt has none."""
+"""The samples with their privileged prompts, one longer and one shorter than the original. One prompt has none."""
 
 
 def score_as_teacher(store, rank: int, config: Config, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the log-probs of the policy, which has half the initial weights, and of the reference."""
+    """Return the log-probs of the policy, whose weights are half the initial ones, and of the reference."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for weight in worker.parameters().values():
         weight.detach().mul_(0.5)

@@ -29,7 +29,7 @@ def even_share(prompt: str, response: str, answer: object) -> float:
 
 
 def all_even(prompt: str, response: str, answer: object) -> float:
-    """Return 1 if every character is an even digit, else 0. A random model scores 0 in practically all samples."""
+    """Return 1 if every character is an even digit, else 0. Almost all samples of a random model score 0."""
     return float(even_share(prompt, response, answer) == 1)
 
 

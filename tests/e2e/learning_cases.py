@@ -72,7 +72,7 @@ class Case:
         has_control: whether it has a control run. At least one case of each task has one.
         start: upper bound of the share of the optimum at the start.
         learned: lower bound of the share at the end.
-        at_most: upper bounds of parts at the end, by name.
+        at_most: part -> upper bound of its last value.
     """
 
     overrides: tuple[str, ...]

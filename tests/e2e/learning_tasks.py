@@ -27,7 +27,7 @@ from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 EVEN, ODD, DIGITS = "02468", "13579", "0123456789"
 
 DIVERGENCE = "divergence in nats"
-"""The part of learning.json with the divergence from the teacher; all other parts are fractions."""
+"""Part of learning.json with the divergence from the teacher; other parts are fractions."""
 
 
 class Task(ABC):
@@ -130,10 +130,10 @@ class TaughtDigits(EvenDigits):
 
 
 class TwoTeachers(EvenDigits):
-    """Two teachers without rewards: one writes random even digits and teaches one prompt, and the other writes odd
-    digits and teaches another prompt. The share is the fraction of digits of the prompt's teacher.
+    """Two teachers, no rewards: each prompt has a teacher, which writes even digits for one prompt and odd digits for
+    the other. The share is the fraction of digits of the prompt's teacher.
 
-    For the control, the teachers exchange their prompts.
+    In the control, the prompts are swapped.
     """
 
     digits: ClassVar[dict[str, str]] = {"x": EVEN, "y": ODD}
@@ -165,9 +165,9 @@ HINT = "!" * 32
 
 class HintedDigits(EvenDigits):
     """EvenDigits with a reward of 0 unless all digits are even, so that GRPO alone learns nothing. The teacher is the
-    policy itself, which writes even digits once it sees a hint.
+    policy itself, which writes even digits if it sees a hint.
 
-    For the control, it sees text without a hint.
+    In the control, its prompts have no hint.
     """
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
@@ -185,11 +185,12 @@ class HintedDigits(EvenDigits):
 
 
 def write_hinted(folder: Path, good: Sequence[int], hint: int, margin: float = 8.0) -> Path:
-    """Write a language model that continues a text with one of the good tokens if half of the text is the hint's token,
-    and with any token if the text lacks it.
+    """Write a language model that samples a token in `good` if half of the text consists of the token `hint`, and a
+    uniformly random token if the text does not contain it.
 
     Its embeddings are one-hot. Its attention averages over the text and adds the share of the hint's token to dimension
-    0, which is the padding's embedding. This dimension raises the logits of the good tokens, by the margin at a half.
+    0, which is the padding's embedding. The output layer turns this dimension into logits of the tokens in `good`:
+    `margin` if the share is one half.
     """
     size, factor = len(tiny_tokenizer().get_vocab()), 4.0
     write_tiny_llama(folder, vocab_size=size, hidden_size=size, num_layers=1, tied=False)

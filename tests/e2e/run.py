@@ -218,8 +218,8 @@ class Run:
         return Path(option.removeprefix("--temp_dir=")).parent
 
     def left_shared_memory(self) -> set[Path]:
-        """Return unmapped segments and folders that were created since the start and are not removed soon. The
-        semaphores of other tests whose processes end now may exist for a moment."""
+        """Return unmapped segments and folders that were created since the start and still exist after WAIT_S seconds.
+        Semaphores of other tests' exiting processes may exist briefly."""
         deadline = time.monotonic() + WAIT_S
         while (left := self._unmapped_segments()) and time.monotonic() < deadline:
             time.sleep(ASK_S)

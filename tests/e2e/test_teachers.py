@@ -19,7 +19,8 @@ IDS = {tiny_tokenizer().decode([i]): i for i in range(len(tiny_tokenizer().get_v
 
 
 def distributions(model: torch.nn.Module, row: dict, prompt_text: str | None = None) -> torch.Tensor:
-    """Return the log-probs of all tokens at each position of a row's response, [R, V], after its prompt or another."""
+    """Return the log-probs of all tokens at each position of a row's response, [R, V], after `prompt_text` or, by
+    default, the row's prompt."""
     prompt = tiny_tokenizer().encode(row["prompt"] if prompt_text is None else prompt_text)
     ids = torch.tensor([prompt + [IDS[text] for text in row["tokens"]]])
     with torch.no_grad():
@@ -27,7 +28,7 @@ def distributions(model: torch.nn.Module, row: dict, prompt_text: str | None = N
 
 
 def log_probs(model: torch.nn.Module, row: dict, prompt_text: str | None = None) -> torch.Tensor:
-    """Return the log-probs of the tokens of a row's response after its prompt, or after another prompt."""
+    """Return the log-probs of the tokens of a row's response after `prompt_text` or, by default, the row's prompt."""
     ids = torch.tensor([IDS[text] for text in row["tokens"]])
     return distributions(model, row, prompt_text).gather(1, ids[:, None])[:, 0]
 
@@ -42,8 +43,8 @@ def teachers(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
-    """The advantages of the first step equal log p_teacher − log p_student of transformers, weighted over teachers. One
-    of them is the policy itself, which sees a hint in every second row. Another one sees the same hints."""
+    """The advantages of the first step equal log p_teacher − log p_student of transformers, summed over teachers with
+    their weights. One teacher is the policy with a hint in every second row; another teacher sees the same hints."""
     hints = {f"{a}+{a}=": f"{a}+{a}={2 * a}. {a}+{a}=" if a % 2 else None for a in range(8)}
     rows = [{"prompt": prompt, "answer": None, "hint": hint} for prompt, hint in hints.items()]
     data = tmp_path / "rows.jsonl"
@@ -81,8 +82,8 @@ def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
 
 
 def test_teacher_adds_to_the_rewards_of_a_group(series, model, teachers, tmp_path):
-    """With GRPO and several updates per step. Samples of a group have different advantages, and their rewards count. In
-    the second step, the coefficient is 0 and the teacher rests."""
+    """Uses GRPO, so rewards contribute to advantages, and several updates per step. In the second step, the coefficient
+    is 0 and the teacher does not run."""
     run = train_in(
         series,
         tmp_path,
@@ -125,7 +126,7 @@ def test_exact_divergence_is_a_loss_of_the_run(series, model, teachers, tmp_path
 
 
 def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers, tmp_path):
-    """The teacher and the trained model share the devices, without engines."""
+    """The teacher and the trained model share devices. There are no engines."""
     turns = [
         [{"role": "user", "content": f"{i} + {i} ="}, {"role": "assistant", "content": str(2 * i)}] for i in range(8)
     ]

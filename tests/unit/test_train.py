@@ -327,7 +327,7 @@ def test_teachers_score_the_actors_samples_before_passes():
 
 
 def test_self_teacher_computes_on_the_actors_devices(monkeypatch):
-    """After other teachers, for which the trained models' states leave the devices."""
+    """The self-teacher runs after other teachers, which need the trained models' states offloaded."""
     models = "teachers.models=[{name: hinted, prompt_column: hint}, {name: a, path: x}]"
     settings = config("data.source=rows.jsonl", models, "teachers.tokens_per_microbatch=64")
     groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
@@ -351,7 +351,7 @@ def test_self_teacher_computes_on_the_actors_devices(monkeypatch):
         assert ("teacher/hinted" in item.scores) == (item.prompt_id == "p0")
 
 
-def test_teachers_rest_once_the_coefficient_is_zero():
+def test_teachers_do_not_run_at_coefficient_zero():
     keys = ("teachers={models: [{name: a, path: x}], tokens_per_microbatch: 64}", "run.steps=4")
     settings = config(*keys, "algorithm.distillation={coefficient: 0.5, anneal_steps: 2}")
     groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])

@@ -85,8 +85,8 @@ def random_teacher_head(head: Any, teachers: Sequence[Any], distillation: Distil
 
 
 def taught(worker: ActorWorker, batch: LocalBatch) -> LocalBatch:
-    """Return the batch with a teacher's hidden states, from a forward-only pass of the actor, which is as large as the
-    teacher."""
+    """Return the batch with hidden states from a forward-only pass of the actor, which stands in for a teacher of the
+    same size."""
     head: Any = model_of(worker.chunks[-1]).output_layer
     head.returns_hidden = True
     states = worker._forward(batch, to_host=True)

@@ -71,9 +71,10 @@ def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def distillation_against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Compare an update on the Jensen-Shannon divergence from a teacher as large as the model, including the teacher's
-    pass, with GKDTrainer on the same samples: seconds and, in separate runs, the peak resident memory above the weights
-    that the process holds, gradients and Adam's state. megarl's process holds only the teacher's output layer."""
+    """Compare an update with GKDTrainer's on the same samples: the Jensen-Shannon divergence from a teacher of the
+    model's size, including the teacher's pass. Report seconds and, from separate runs, peak resident memory above the
+    weights that the process holds, gradients and Adam's state. megarl's process holds only the teacher's output
+    layer."""
     python, case = build_environment(work / "environment"), replace(case_of(arguments, mixed=True), has_teacher=True)
     of_side = {"trl": replace(case, microbatch=arguments.other_microbatch), "megarl": case}
     interpreters = {"trl": python, "megarl": Path(sys.executable)}

@@ -37,7 +37,7 @@ MICROBATCH = 16
 """Number of samples per microbatch for the quickstart."""
 
 IGNORED = -100
-"""Label of tokens without a loss."""
+"""Label of tokens that the loss ignores."""
 
 COMMON = dict(
     lr_scheduler_type="constant",

@@ -1,4 +1,4 @@
-"""Teachers: frozen language models in Megatron, and the policy itself with other prompts."""
+"""Teachers: frozen language models in Megatron, and the policy or the reference with privileged prompts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TaughtPrompts:
-    """The prompts on which the actor learns from a teacher.
+    """The prompts that a teacher scores.
 
     Attributes:
         names: ids of the prompts; None: all prompts.
-        privileged: prompt id -> token ids that the teacher sees in place of the prompt's, int32 [P]; None: it sees the
-            prompt itself.
-        checksums: prompt id -> checksum of the prompt's own token ids, with privileged prompts.
+        privileged: prompt id -> token ids that replace the prompt's for the teacher, int32 [P]; None: the teacher sees
+            the prompt itself.
+        checksums: prompt id -> checksum of the prompt's own token ids; None without privileged prompts.
         context_length: maximum number of tokens of a sample.
     """
 
@@ -67,10 +67,9 @@ class TaughtPrompts:
         )
 
     def batches(self, samples: Sequence[SampleRef], packing: Packing) -> list[RankBatch]:
-        """Return the batch of each data-parallel rank for a pass over the samples of these prompts; an empty list if
-        there are none. A privileged prompt can replace only a row's own prompt, and the sample must still fit into
-        rollout.context_length; other samples are left out. Raise a UserError if a rollout starts with another
-        prompt."""
+        """Return each data-parallel rank's batch for a pass over the samples of these prompts, or an empty list without
+        such samples. With privileged prompts, leave out samples that do not start with the row's prompt or would exceed
+        rollout.context_length. Raise a UserError if the first sample of a rollout does not start with it."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
         if self.privileged is None:
             return RankBatch.split(own, packing) if own else []
@@ -84,8 +83,8 @@ class TaughtPrompts:
             column = self.teacher.prompt_column
             raise UserError(
                 f"teachers.models: {self.teacher.name} with prompt_column={column}: the environment started a rollout "
-                f"of {sample.prompt_id} with another prompt than the row's, so the prompt in column {column!r} cannot "
-                "replace it. Fix: use an environment without tools whose reset returns no messages, or remove "
+                f"of {sample.prompt_id} with a prompt that differs from the row's, so the prompt in column {column!r} "
+                "cannot replace it. Fix: use an environment without tools whose reset returns no messages, or remove "
                 "prompt_column"
             )
         length = len(self.privileged[sample.prompt_id]) + sample.num_response_tokens
@@ -111,29 +110,29 @@ class TeacherGroup(RankGroup):
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
 
     def select(self, data: PromptSet, config: Config) -> None:
-        """Restrict the teacher to the prompts from its sources, and note its privileged prompts."""
+        """Restrict the teacher to rows from its sources, and store its privileged prompts."""
         self._taught = TaughtPrompts.of(self._taught.teacher, data, config)
 
     def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
-        """Return the teacher's log-prob of each response token, float32 [R], or its hidden states, [R, h], by sample
-        id, for the samples of its prompts. See TeacherWorker.score_tokens."""
+        """Score the samples of the teacher's prompts. Return sample id -> log-prob of each response token, float32 [R],
+        or final hidden states, [R, h]. See TeacherWorker.score_tokens."""
         batches = self._taught.batches(samples, self.packing)
         return self._score_tokens.on_each(self._by_rank(batches)) if batches else ready({})
 
 
 class SelfTeacher:
-    """A teacher that is the policy or the reference itself with other prompts. It computes on the actor's ranks."""
+    """A teacher that is the policy or the reference with privileged prompts. It runs on the actor's ranks."""
 
     def __init__(self, teacher: Teacher, actor: TrainerGroup):
         self.scores, self._actor = teacher.scores, actor
         self._taught = TaughtPrompts(teacher)
 
     def select(self, data: PromptSet, config: Config) -> None:
-        """Restrict the teacher to the rows with a privileged prompt."""
+        """Restrict the teacher to rows from its sources that have a privileged prompt."""
         self._taught = TaughtPrompts.of(self._taught.teacher, data, config)
 
     def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
-        """Return the log-probs as TeacherGroup does. The actor's weights must be on its devices."""
+        """Return the log-probs as in TeacherGroup.score_tokens. The actor's weights must be on its devices."""
         batches = self._taught.batches(samples, self._actor.packing)
         policy = "reference" if self._taught.teacher.weights == "reference" else "old"
         return self._actor.teacher_log_probs(policy, batches) if batches else ready({})
@@ -142,8 +141,8 @@ class SelfTeacher:
 def all_scores(
     teachers: Sequence[TeacherGroup], samples: Sequence[SampleRef]
 ) -> tuple[dict[str, Scores], dict[str, Metric]]:
-    """Return the scores of each teacher by its name among a sample's scores, and metrics. Teachers share devices, so
-    they compute one after another."""
+    """Return metrics, and each teacher's scores keyed by Teacher.scores. Teachers share devices, so they compute one
+    after another."""
     begin = time.perf_counter()
     scores = {teacher.scores: teacher.score_tokens(samples).result() for teacher in teachers}
     return scores, {"teachers/seconds": Metric(time.perf_counter() - begin)}

@@ -189,7 +189,7 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="update")
     def set_distillation_coefficient(self, coefficient: float) -> None:
-        """Set the coefficient of the divergence from the teachers, until the next call."""
+        """Set the coefficient of the divergence from the teachers for this and later steps."""
 
     @remote(timeout="passes", phase="log-probs of canary prompts", join=join_by_sample)
     def _differences(self, batch: RankBatch, scoring: Scoring) -> dict[str, list[float]]: ...
@@ -356,8 +356,8 @@ class TrainerGroup(RankGroup):
         return join(passes).then(join_named_scores)
 
     def teacher_log_probs(self, policy: Policy, batches: Sequence[RankBatch]) -> Pending[Scores]:
-        """Submit a forward-only pass. The result is the policy's log-prob of each response token, float32 [R], by
-        sample id."""
+        """Submit a forward-only pass. The result maps sample ids to the policy's log-prob of each response token,
+        float32 [R]."""
         return self._teacher_log_probs.on_each((policy, batch) for (batch,) in self._by_rank(batches))
 
     def differences(self, batches: Sequence[RankBatch], scoring: Scoring) -> Pending[dict[str, list[float]]]:

@@ -43,8 +43,8 @@ class RankMemory:
         gradients: P · 4, or A · 4 with adapters: the float32 buffer in which gradients are accumulated and reduced.
         optimizer: P / d · 8, or P / d · 12 for 2-byte weights: Adam's two moments and the main weights, sharded
             over d = dp · cp data-parallel ranks. Experts are sharded over the d = tp · cp · dp / (etp · ep) ranks that
-            hold the same experts. Adapters are float32 and take A / d · 8. Parameters that Muon updates have one moment
-            and take P / d · 4 less.
+            hold the same experts. Adapters are float32 and take A / d · 8. Each parameter that Muon updates has one
+            moment and takes 4 bytes less.
         activations: outputs that the layers keep for microbatches whose backward pass has not yet run.
         head: hidden states of the scored rows, their gradient, and one tile of logits; on the last stage only.
     """
@@ -77,7 +77,7 @@ class RankParameters:
         constant: number of parameters that are never trained, such as SD3's position embedding.
         constant_experts: number of those in routed experts.
         muon: number of parameters that Muon updates.
-        muon_experts: number of those in routed experts.
+        muon_experts: number of parameters in routed experts that Muon updates.
     """
 
     count: int
@@ -211,14 +211,14 @@ def _shard_size(layout: Layout, count: int, experts: int) -> int:
 
 
 def _moment_bytes(layout: Layout, held: RankParameters) -> int:
-    """Return the size in bytes of a rank's moments: two per parameter, but only one if Muon updates it."""
+    """Return the size in bytes of a rank's moments: two per parameter, or one if Muon updates it."""
     saved = _shard_size(layout, held.muon, held.muon_experts)
     return (2 * optimizer_shard_size(layout, held) - saved) * FLOAT32
 
 
 def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
-    """Return the number of bytes that a rank writes to a checkpoint, P / d · (b + 12) with AdamW: the weights that it
-    updates (b bytes each), and their main weights and moments in float32."""
+    """Return the number of bytes that a rank writes to a checkpoint, P / d · (b + 12) with AdamW: the weights that the
+    rank updates (b bytes each), and their main weights and moments in float32."""
     weight_bytes = num_bytes if held.adapters is None else FLOAT32
     return optimizer_shard_size(layout, held) * (weight_bytes + FLOAT32) + _moment_bytes(layout, held)
 

@@ -207,7 +207,7 @@ def teacher_parts(config: Config, teachers: Mapping[str, Mapping[str, Any]], gpu
 def teacher_head_parts(
     config: Config, vocab: int, hidden_sizes: Sequence[int], gpu: int | None = None
 ) -> dict[str, float]:
-    """Return the bytes of the teachers' output weights, which stay on the GPUs of the actor's last stage if the
+    """Return the size in bytes of the teachers' output weights on a GPU of the actor's last stage; empty unless the
     divergence is exact.
 
     Args:

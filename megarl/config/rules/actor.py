@@ -27,8 +27,8 @@ def adapters_exclude_muon(config: Config) -> Iterator[str]:
     name, rank = config.actor.optimizer.name, config.actor.lora.rank
     if rank is not None and name == "muon":
         yield (
-            f"actor.optimizer.name={name}: actor.lora.rank={rank} trains only adapters, which only AdamW supports. "
-            "Fix: set actor.optimizer.name=adamw or actor.lora.rank=null"
+            f"actor.optimizer.name={name}: with actor.lora.rank={rank}, only adapters are trained, and Muon does not "
+            "support them. Fix: set actor.optimizer.name=adamw or actor.lora.rank=null"
         )
 
 

@@ -31,9 +31,9 @@ def muon_needs_float32_momentum(config: Config, trained: Trained) -> Iterator[st
     name, section = "use_precision_aware_optimizer", trained.section
     if trained.optimizer.name == "muon" and trained.megatron_overrides.optimizer.get(name):
         yield (
-            f"{section}.megatron_overrides.optimizer.{name}=true: it changes the dtypes of AdamW's state, but with "
-            f"{section}.optimizer.name=muon the state is float32. Fix: remove the override, or set "
-            f"{section}.optimizer.name=adamw"
+            f"{section}.megatron_overrides.optimizer.{name}=true: the override changes the dtypes of the optimizer "
+            f"state, but with {section}.optimizer.name=muon the momentum must be float32. Fix: remove the override, or "
+            f"set {section}.optimizer.name=adamw"
         )
 
 

@@ -90,8 +90,8 @@ def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
         )
     if config.has_environment and config.actor.experts.replay_routes:
         yield (
-            f"{entry}: with actor.experts.replay_routes=true, megarl cannot tell whether a rollout of "
-            f"environment.class={config.environment.name} starts with its row's prompt. Fix: set "
+            f"{entry}: with actor.experts.replay_routes=true, megarl cannot check whether rollouts of "
+            f"environment.class={config.environment.name} start with the row's prompt. Fix: set "
             "actor.experts.replay_routes=false"
         )
 
@@ -100,9 +100,9 @@ def exact_divergence_is_in_the_loss(config: Config) -> Iterator[str]:
     key, distillation = "algorithm.distillation", config.algorithm.distillation
     if distillation.is_exact and distillation.placement != "loss":
         yield (
-            f"{key}.divergence={distillation.divergence}: an exact divergence is a loss with a gradient for the whole "
-            f"vocabulary, but with {key}.placement={distillation.placement} only the sampled token has a gradient. "
-            f"Fix: set {key}.placement=loss, or set {key}.divergence=sampled"
+            f"{key}.divergence={distillation.divergence}: an exact divergence must be a loss, because an "
+            f"advantage applies only to the sampled token. Fix: set {key}.placement=loss, or set "
+            f"{key}.divergence=sampled"
         )
 
 
@@ -110,8 +110,8 @@ def exact_divergence_covers_the_vocabulary(config: Config) -> Iterator[str]:
     divergence, top_k = config.algorithm.distillation.divergence, config.rollout.top_k
     if config.algorithm.distillation.is_exact and top_k is not None:
         yield (
-            f"algorithm.distillation.divergence={divergence}: an exact divergence covers the full vocabulary, but with "
-            f"rollout.top_k={top_k} the policy is truncated to candidate tokens. Fix: set rollout.top_k=null and "
+            f"algorithm.distillation.divergence={divergence}: an exact divergence needs the full vocabulary, but "
+            f"rollout.top_k={top_k} limits the policy to candidate tokens. Fix: set rollout.top_k=null and "
             "rollout.top_p=1, or set algorithm.distillation.divergence=sampled"
         )
 
@@ -119,9 +119,9 @@ def exact_divergence_covers_the_vocabulary(config: Config) -> Iterator[str]:
 def exact_divergence_requires_other_models(config: Config) -> Iterator[str]:
     for teacher in config.self_teachers if config.algorithm.distillation.is_exact else ():
         yield (
-            f"algorithm.distillation.divergence={config.algorithm.distillation.divergence}: an exact divergence is "
-            f"computed from the output layer of another model, but {teacher.name} is the policy itself (path=null). "
-            "Fix: set path, or set algorithm.distillation.divergence=sampled"
+            f"algorithm.distillation.divergence={config.algorithm.distillation.divergence}: exact divergences are "
+            f"not supported for teachers without a path, such as {teacher.name}. Fix: set path, or set "
+            "algorithm.distillation.divergence=sampled"
         )
 
 

@@ -108,7 +108,7 @@ def restore(
 
 
 def initialize(optimizer: MegatronOptimizer) -> None:
-    """Create momentum and moments, which otherwise are created in the first update."""
+    """Create the momentum and the moments, which the first update would otherwise create."""
     for owned in owned_ranges(optimizer):
         if owned.uses_muon and MOMENTUM not in owned.optimizer_state:
             owned.optimizer_state[MOMENTUM] = torch.zeros_like(owned.main)
@@ -131,12 +131,12 @@ class OwnedRange:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the range's main weights and state."""
+        """Names of the range's main weights and optimizer state."""
         return ("param", MOMENTUM) if self.uses_muon else KEYS
 
     @property
     def prefixes(self) -> dict[str, str]:
-        """The names of the range's weights, main weights and state -> prefix of their keys in a checkpoint."""
+        """Name of each stored tensor of the range -> prefix of its checkpoint keys."""
         return {WEIGHT: ""} | {key: f"{PREFIX}{key}." for key in self.keys}
 
     @property
@@ -153,7 +153,7 @@ class OwnedRange:
 
     @property
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's own state for the range. Reading it before the first update creates an empty entry."""
+        """Megatron's state dictionary for the range's main weights; created empty if missing."""
         return self.part.optimizer.state[self.main]
 
     def state(self) -> list[torch.Tensor]:
@@ -162,8 +162,8 @@ class OwnedRange:
         return [self.main, *(value for value in state if isinstance(value, torch.Tensor))]
 
     def values(self) -> Mapping[str, torch.Tensor]:
-        """Return the range's state by name. Before the first update the moments do not exist, so zeros are returned;
-        they are on the host because an engine may occupy the device."""
+        """Return the range's main weights and optimizer state by name. Before the first update the moments do not
+        exist, so zeros are returned; they are on the host because an engine may occupy the device."""
         if self.part.optimizer.state:
             return self.part._get_main_param_and_optimizer_states(self.parameter)
         main_key, *others = self.keys
@@ -256,7 +256,7 @@ def set_count(optimizer: MegatronOptimizer, num_updates: int) -> None:
     for part in parts_of(optimizer):
         if kernels.adam() == kernels.TORCH_ADAM:
             for main, state in part.optimizer.state.items():
-                if MOMENTUM not in state:
+                if MOMENTUM not in state:  # Muon has no step
                     # The fused kernel requires the step on the device.
                     state["step"] = torch.tensor(float(num_updates), device=main.device)
         else:

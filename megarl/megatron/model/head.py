@@ -1,5 +1,5 @@
-"""Output layer of the last stage. For the requested rows in a pack, it returns the target tokens' log-probs and the
-entropies of the predicted distributions instead of logits, the divergences from teachers, or a classifier's scores."""
+"""Output layer of the last stage. For the requested rows in a pack, it returns the target tokens' log-probs, the
+entropies and, if requested, the divergences from teachers, or a classifier's scores. It does not return logits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megarl.ops.packed_attention import take
 
 @dataclass(frozen=True, slots=True)
 class TaughtRows:
-    """The requested rows that a teacher teaches.
+    """The requested rows that a teacher scores.
 
     Attributes:
         rows: int64 [n], ascending indices among the requested rows.
@@ -52,7 +52,7 @@ class HeadRequest:
         targets: int64 [N], the token to score at each row.
         candidate_ids: int64 [N, K], candidate tokens, as in TokenBatch; None means the full vocabulary.
         mtp: the input of the MTP layer; None if it is not trained in this pass.
-        teachers: the rows that each teacher teaches; empty if the pass computes no divergence.
+        teachers: the rows that each teacher scores; empty if the pass computes no divergence.
     """
 
     rows: torch.Tensor
@@ -64,10 +64,10 @@ class HeadRequest:
 
 @dataclass(frozen=True, slots=True)
 class TeacherHeads:
-    """The output layers of the teachers, and the divergence from their distributions.
+    """The teachers' output layers, and the kind of divergence from their distributions.
 
     Attributes:
-        weights: for each teacher, the rows of its output weight for the tokens of this rank's rows, [V/tp, h'].
+        weights: each teacher's output weight for this rank's shard of the vocabulary, [V/tp, h'].
         kind, beta: as in ops.divergence.
     """
 
@@ -77,16 +77,16 @@ class TeacherHeads:
 
 
 class LogProbHead(ColumnParallelLinear):
-    """Language model head. Returns log-prob and entropy, float32 [N, 1, 2]. GPTModel transposes the output, so the loss
-    receives [1, N, 2].
+    """Language model head. Returns log-prob and entropy, float32 [N, 1, 2], followed by optional columns. GPTModel
+    transposes the output, so the loss receives [1, N, 2].
 
     Set the request right before each call to the model. The call consumes it, so a request is never reused.
 
     Attributes:
         returns_hidden: whether to return the rows' hidden states instead, [N, 1, h] in the model's dtype.
         value_head: optional head that adds a third column, the value.
-        teachers: the teachers' output layers; None without an exact divergence. If the request has teachers, the next
-            columns are the divergences from them, UNTAUGHT in rows that a teacher does not teach.
+        teachers: the teachers' output layers; None without an exact divergence. If the request has teachers, one column
+            per teacher follows: the divergence, or UNTAUGHT in rows that the teacher does not score.
         predict_second: maps the input and MtpInput to the hidden states that predict the tokens after the next ones;
             None if the model has no MTP layer. If it is trained, the last column is w·(−log-prob) of these tokens.
     """
@@ -133,6 +133,7 @@ class LogProbHead(ColumnParallelLinear):
         """Return log-prob and entropy, float32 [N, 2], and the divergence from each teacher, float32 [N, 1]."""
         targets = request.targets
         if len(request.teachers) == 1 and len(request.teachers[0].rows) == len(targets) > 0:
+            # Exact divergences exclude candidate tokens.
             scored = self._divergence(hidden, weight, 0, request.teachers[0].states, targets)
             return scored[:, :2], [scored[:, 2:]]
         columns = []
@@ -171,7 +172,7 @@ class LogProbHead(ColumnParallelLinear):
         states: torch.Tensor,
         targets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return `divergence` from the teacher with this number, given its hidden states."""
+        """Return the result of `divergence` for this teacher's hidden states."""
         assert self.teachers is not None, "the teachers' output layers are not loaded"
         return divergence(
             hidden,

@@ -83,8 +83,8 @@ class ModelInput:
 
 
 def _taught_rows(batch: TokenBatch, numbers: torch.Tensor) -> list[TaughtRows]:
-    """Return the rows that each teacher teaches, on the device. `numbers`, int64 [N'], are the batch rows that this
-    rank holds, in ascending order."""
+    """Return this rank's rows that each teacher scores, on the device. `numbers`: int64 [N'], the batch rows that this
+    rank holds, ascending."""
     if not batch.teacher_states:
         return []
     index = torch.full((len(batch.rows),), -1)

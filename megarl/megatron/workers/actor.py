@@ -75,7 +75,8 @@ class ActorWorker(TrainerWorker):
         self.kl_coefficient = kl.coefficient
         """Coefficient of the KL to the reference. Changes between steps if algorithm.kl.adaptive_target is set."""
         self._distillation = config.algorithm.distillation
-        """Its coefficient changes between steps if algorithm.distillation.anneal_steps is set."""
+        """The distillation settings. The coefficient changes between steps if algorithm.distillation.anneal_steps is
+        set."""
         self._penalty: float | None = None
         """Penalty of the objective kl_penalty, adapted to penalty_target; None before the first adaptation."""
         if config.keeps_reference and self.adapters is None:
@@ -185,8 +186,8 @@ class ActorWorker(TrainerWorker):
         return {name: (columns[:, 0].cpu() - engine[name]).tolist() for name, columns in scored.items()}
 
     def _weights_of(self, policy: Policy) -> AbstractContextManager[None]:
-        """Return a context manager within which the model is this policy. For a model with adapters, the reference is
-        the model without adapters."""
+        """Return a context manager within which the model has this policy's weights. For a model with adapters, the
+        reference is the model without adapters."""
         if policy == "old":
             return nullcontext()
         if self.adapters is not None:
@@ -205,8 +206,8 @@ class ActorWorker(TrainerWorker):
         return {name: kl_reward(old[name].cpu(), reference[name].cpu(), mask, *options) for name, mask in masks.items()}
 
     def _dispatched(self, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the scores from other models. Each teacher has an entry, even if it scored none of this rank's
-        samples. Hidden states for exact divergences are not included."""
+        """Return the scores from other models. With a sampled divergence, each teacher has an entry, even if it scored
+        none of this rank's samples. Hidden states for exact divergences are not included."""
         scores = super()._dispatched(batch)
         if self._config.distills_exactly:
             return {name: values for name, values in scores.items() if not name.startswith(TEACHER)}
@@ -224,7 +225,7 @@ class ActorWorker(TrainerWorker):
 
     @property
     def _teachers(self) -> Sequence[Teacher]:
-        """The teachers whose scores this step uses."""
+        """The teachers used in this step; empty while the coefficient is 0."""
         is_used = self._config.has_teachers and self._distillation.coefficient > 0
         return self._config.teachers.models if is_used else ()
 

@@ -1,5 +1,5 @@
-"""One rank of a teacher: a language model that computes the log-probs of the tokens that the actor sampled, or the
-hidden states from which the actor computes an exact divergence."""
+"""One rank of a teacher: a language model that computes log-probs of the actor's tokens or, for exact divergences,
+final hidden states."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
 
 LAYER = ".layers."
 UNQUANTIZED = (".mlp.router.", ".shared_experts.gate_weight", ".modulation.", ".caption_modulation.", ".eh_proj.")
-"""Substrings of the names of matrices in layers that are never quantized and have no adapters."""
+"""Substrings of the names of matrices in layers that are never quantized, have no adapters, and are not updated by
+Muon."""
 
 NOT_ADAPTED = (*UNQUANTIZED, MTP)
 """Substrings of the names of matrices in layers that have no adapters."""

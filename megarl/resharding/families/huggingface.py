@@ -30,7 +30,7 @@ def huggingface_holder(hf_config: Mapping[str, Any], dtype: str | None = None) -
 
 
 def output_rows_holder(hf_config: Mapping[str, Any], first: int, num_rows: int, dtype: str) -> Holder:
-    """Return the holder of `num_rows` rows of a language model's output weight, from row `first`, named "output rows".
+    """Return the holder of rows [first, first + num_rows) of a language model's output weight, named "output rows".
     Rows beyond the vocabulary are padding."""
     canonical = canonical_of(hf_config)
     vocab, hidden = canonical.outer_shapes[canonical.head]

@@ -95,7 +95,7 @@ def test_size_includes_the_log_probs_of_each_teacher():
 
 
 def test_size_includes_hidden_states_for_exact_divergences():
-    """They belong to the samples that a step trains on: [3072, 100 + 28] for each, in bfloat16."""
+    """Only samples that the step trains on have hidden states: [3072, 100 + 28] each, in bfloat16."""
     step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
     keys = (*LONG, *step, "teachers.models=[{name: a, path: x}, {name: b, path: y}]")
     sampled = config(*keys, "algorithm.distillation.placement=loss")

@@ -44,8 +44,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """Limit files to 64 bytes, so that writes fail in the middle of a line. This is not a fixture, because pytest may
-    write its own output to a file before it ends fixtures."""
+    """Limit files to 64 bytes, so that a write fails within a line. A fixture would also limit the file to which pytest
+    writes its output before teardown."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:

@@ -423,8 +423,8 @@ def hinted(folder, *rows: dict, source="data.source_column=kind"):
     return ["model.path=m", f"data.source={path}", source, limits, HINTED]
 
 
-def test_privileged_prompts_are_rendered_as_prompts_are(model_folder, tmp_path):
-    """Rows of other sources and empty columns have none. An evaluation set has none at all."""
+def test_privileged_prompts_use_the_chat_template(model_folder, tmp_path):
+    """Rows of other sources and rows with empty columns have no privileged prompt. Evaluation sets have none."""
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     hints = ["a? b", messages, "", [], None]
     rows = [*({"hint": hint} for hint in hints), {}, {"kind": "code", "hint": "c"}]

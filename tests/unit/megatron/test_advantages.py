@@ -245,7 +245,7 @@ def test_distillation_is_added_after_whitening(estimator, old_is_rollout):
     drawn = {name: randn(i) for i, name in enumerate(("old", "values", "teacher/one", "teacher/two"))}
     for name in ("teacher/one", "teacher/two"):
         drawn[name] = {i: 3 * values.where(masks[i], torch.nan) for i, values in drawn[name].items()}
-    del drawn["teacher/two"]["c"]  # of a source that this teacher does not teach
+    del drawn["teacher/two"]["c"]  # of a source that this teacher does not score
     samples = [training_sample(name) for name in MASKS]
     batches = [collate(members, packing(), **drawn) for members in (samples, [])]
     plain, _ = estimate_advantages(config.algorithm, batches)

@@ -92,7 +92,7 @@ def test_epochs_have_different_draws():
 
 def test_distillation_in_the_loss_is_added_and_measured():
     """Σ w·Σ_k c·w_k·d²/2 on trained tokens, and the metric of each teacher is its mean d, over the tokens of the sample
-    that it teaches. The loss without teachers is the same except for this term."""
+    that it scores. The loss without teachers is the same except for this term."""
     keys = ["model.path=m", "data.source=arithmetic", "algorithm.distillation={placement: loss, coefficient: 0.5}"]
     config = load(BASE, [*keys, "teachers.models=[{name: a, path: x}, {name: b, path: y, weight: 3.0}]"])
     masks, scores = {"s": (True, False, True), "t": (True,)}, {"a": {"s": [-2.0, torch.nan, -0.5]}}
@@ -119,8 +119,8 @@ def test_distillation_in_the_loss_is_added_and_measured():
 
 @pytest.mark.parametrize("excludes", [False, True])
 def test_exact_divergences_are_added_and_measured(excludes):
-    """Σ w·Σ_k c·w_k·D_k over trained tokens that the other loss does not exclude, from the head's last columns. The
-    second teacher does not teach the first sample."""
+    """The added loss is Σ w·Σ_k c·w_k·D_k over trained tokens that the other loss keeps, with D_k from the head's last
+    columns. The second teacher does not score the first sample."""
     overrides = ["model.path=m", "data.source=arithmetic", "batch.samples_per_prompt=2"]
     models = "teachers.models=[{name: a, path: x}, {name: b, path: y, weight: 3.0}]"
     distillation = "algorithm.distillation={divergence: jsd, placement: loss, coefficient: 0.5}"

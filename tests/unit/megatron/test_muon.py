@@ -28,7 +28,7 @@ def test_result_has_the_singular_vectors_of_the_matrix(shape: tuple[int, int]) -
     assert torch.linalg.svdvals(result).sub(1).abs().max() < 0.35
 
 
-def test_size_of_the_matrix_does_not_matter() -> None:
+def test_result_does_not_depend_on_the_scale() -> None:
     matrix = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
     one, other = (orthogonalize(matrix * scale, torch.bfloat16) for scale in (1.0, 2.0**20))
     assert torch.equal(one, other)

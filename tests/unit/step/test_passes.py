@@ -121,7 +121,7 @@ def config(*overrides: str):
             ["teachers.models=[{name: a, prompt_column: hint}]", "data.source=rows.jsonl"],
             "teacher log-probs",
             True,
-            "algorithm.distillation.coefficient=1; teachers: a [the policy with another prompt]",
+            "algorithm.distillation.coefficient=1; teachers: a [the policy with privileged prompts]",
         ),
         ([TEACHERS], "old log-probs", True, "the advantages include the KL to the teachers"),
         ([TEACHERS, "algorithm.distillation.placement=loss"], "old log-probs", False, "one update per step"),

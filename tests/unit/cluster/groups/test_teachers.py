@@ -66,7 +66,7 @@ DATA = PromptSet(ROWS, "hash", privileged={"hint": HINTS})
 
 
 class Actor:
-    """Fakes a TrainerGroup that gives every sample of a batch the same log-probs."""
+    """A fake TrainerGroup that returns the same log-probs for every sample."""
 
     packing = packing(num_ranks=2)
 
@@ -93,7 +93,7 @@ def test_self_teacher_scores_rows_with_privileged_prompts(weights, policy) -> No
 
 
 def played(prompt: Prompt, number: int, ids: tuple[int, ...], num_tokens: int = 3) -> SampleRef:
-    """Return a rollout's sample with this number, which starts with these tokens."""
+    """Return sample `number` of a rollout; it starts with these tokens."""
     info = RolloutInfo("done", 1, 2, {}, 0, 0)
     episode = Episode(info, (), {}, None, (), first_turn=0, is_last=number == 1)
     rollout = f"{prompt.id}.0"
@@ -103,8 +103,8 @@ def played(prompt: Prompt, number: int, ids: tuple[int, ...], num_tokens: int = 
     return SampleRef.of(sample)
 
 
-def test_samples_that_start_otherwise_are_not_taught() -> None:
-    """A sample that continues another one has no privileged prompt. A sample must fit with the longer prompt."""
+def test_later_samples_of_a_rollout_are_skipped() -> None:
+    """Later samples of a rollout are skipped, as are samples that are too long with the privileged prompt."""
     row = ROWS[0]
     first, second = played(row, 0, (7, 0)), played(row, 1, (7, 0, 5, 5))
     assert first.beginning != second.beginning
@@ -113,7 +113,7 @@ def test_samples_that_start_otherwise_are_not_taught() -> None:
     assert [item.id for item in batch.samples] == ["p0.0"]
     assert taught.batches([played(row, 0, (7, 0), 54)], packing()) != []
     assert taught.batches([played(row, 0, (7, 0), 55)], packing()) == []
-    message = "teachers.models: t with prompt_column=hint: the environment started a rollout of p0 with another prompt"
+    message = "teachers.models: t with prompt_column=hint: the environment started a rollout of p0 with a prompt"
     with pytest.raises(UserError, match=re.escape(message)):
         taught.batches([played(row, 0, (7, 1))], packing())
 

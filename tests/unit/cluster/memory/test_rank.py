@@ -49,7 +49,7 @@ def test_state_of_a_known_model_has_its_size():
 
 
 @pytest.mark.parametrize(("model", "sizes"), [(QWEN_1_5B, {"dp": 2}), (MIXTRAL_8X7B, {"tp": 2, "etp": 1, "ep": 2})])
-def test_muon_has_one_moment_less_per_matrix(model, sizes):
+def test_muon_stores_one_moment_per_matrix(model, sizes):
     adamw, muon = (rank_memory(model, layout(**sizes), 0, 2, 0, 0, 1, uses_muon=muon) for muon in (False, True))
     vocabulary = model["vocab_size"] * model["hidden_size"] * (1 if model["tie_word_embeddings"] else 2)
     assert muon.weights == adamw.weights

@@ -20,7 +20,7 @@ LORA = "actor.lora.rank=8"
         ),
         (
             ["actor.optimizer.name=muon"],
-            "actor.optimizer.name=muon: actor.lora.rank=8 trains only adapters, which only AdamW supports. Fix: set",
+            "actor.optimizer.name=muon: with actor.lora.rank=8, only adapters are trained, and Muon does not support",
         ),
         (
             ["algorithm.objective.name=reward_model", "data.format=preferences"],

@@ -33,7 +33,7 @@ def test_exact_divergence_has_no_estimator() -> None:
     assert not recipe(TEACHERS).distills_exactly
 
 
-def test_given_responses_are_imitated_beside_exact_divergences() -> None:
+def test_exact_divergences_work_with_fine_tuning() -> None:
     config = recipe(TEACHERS, *OFFLINE)
     assert config.distills_exactly and config.num_ranks == {"actor": 2, "teachers": 1}
     [line] = errors(TEACHERS, *OFFLINE, "algorithm.objective.name=dpo", "data.format=preferences")
@@ -145,11 +145,11 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             [TEACHERS, "algorithm.distillation.divergence=jsd"],
-            "algorithm.distillation.divergence=jsd: an exact divergence is a loss with a gradient for the whole",
+            "algorithm.distillation.divergence=jsd: an exact divergence must be a loss, because an advantage",
         ),
         (
             [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss}", "rollout.top_k=50"],
-            "algorithm.distillation.divergence=jsd: an exact divergence covers the full vocabulary, but with",
+            "algorithm.distillation.divergence=jsd: an exact divergence needs the full vocabulary, but",
         ),
         (
             [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss, estimator: k2}"],
@@ -165,7 +165,7 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             [SELF, ROWS, "algorithm.distillation={divergence: reverse_kl, placement: loss}"],
-            "algorithm.distillation.divergence=reverse_kl: an exact divergence is computed from the output layer of",
+            "algorithm.distillation.divergence=reverse_kl: exact divergences are not supported for teachers",
         ),
         (["teachers.layout.tp=2"], "teachers.layout.tp=2: has no effect unless teachers.models=[{name: NAME"),
         (

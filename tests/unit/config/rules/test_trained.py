@@ -26,9 +26,9 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
                 "critic.megatron_overrides.optimizer={use_precision_aware_optimizer: true}",
             ],
             (
-                "critic.megatron_overrides.optimizer.use_precision_aware_optimizer=true: it changes the dtypes of "
-                "AdamW's state, but with critic.optimizer.name=muon the state is float32. Fix: remove the override, or "
-                "set critic.optimizer.name=adamw"
+                "critic.megatron_overrides.optimizer.use_precision_aware_optimizer=true: the override changes the "
+                "dtypes of the optimizer state, but with critic.optimizer.name=muon the momentum must be float32. Fix: "
+                "remove the override, or set critic.optimizer.name=adamw"
             ),
         ),
         (
