@@ -91,7 +91,10 @@ def taught(worker: ActorWorker, batch: LocalBatch) -> LocalBatch:
     head.returns_hidden = True
     states = worker._forward(batch, to_host=True)
     head.returns_hidden = False
-    samples = [replace(item, scores={TEACHER_SCORES: states[item.sample.id]}) for item in batch.samples]
+    samples = [
+        replace(item, scores={TEACHER_SCORES: states[item.sample.id]} if item.sample.id in states else {})
+        for item in batch.samples
+    ]
     return LocalBatch(samples, batch.microbatches)
 
 
