@@ -213,6 +213,7 @@ def transformers_values(folder: Path) -> dict[str, torch.Tensor]:
     return by_sample
 
 
+@pytest.mark.exhaustive
 def test_exported_critic_reproduces_its_values(tmp_path):
     folder = write(tmp_path / "hf", "qwen2", dict(tie_word_embeddings=True))
     config = ppo_config(folder, None, ("{}", "{tp: 2}"), PLAIN)

@@ -38,6 +38,7 @@ from tests.closeness import TOLERANCE, relative_error
 from tests.distributed.test_image_updates import ALPHA, FLOW_GRPO, RANK, own_batches
 from tests.distributed.test_image_updates import config_of as image_config
 from tests.forked import run_ranks
+from tests.marks import each_value
 from tests.parity import config_of
 from tests.timing import WAIT_S
 from tests.tiny_denoiser import MODELS, TARGETS, write_denoiser_adapters
@@ -137,11 +138,10 @@ def run(
     return errors, ratios
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("kind", "noise_level"), [("flow", 0.7), ("dance", 0.3), ("cps", 0.6)])
-def test_trainer_matches_engine_after_two_refits(tmp_path, name, kind, noise_level):
+@pytest.mark.parametrize(("name", "noise"), each_value(tuple(MODELS), (("flow", 0.7), ("dance", 0.3), ("cps", 0.6))))
+def test_trainer_matches_engine_after_two_refits(tmp_path, name, noise):
     folder = write_tiny_image_model(tmp_path, name)
-    [(errors, ratios)] = run_ranks(1, run, MODELS[name].shape, folder, kind, noise_level)
+    [(errors, ratios)] = run_ranks(1, run, MODELS[name].shape, folder, *noise)
     print(errors, ratios)
     assert max(errors) < TOLERANCE
     assert max(ratios) < TOLERANCE

@@ -182,6 +182,7 @@ def canary_differences(store, rank: int, config: Config, folder: Path) -> list[f
     return [*differences, largest_difference(engine.velocities(inputs), worker.velocities(inputs))]
 
 
+@pytest.mark.exhaustive
 def test_engine_in_bfloat16_passes_the_canaries(folder):
     """Unless its weights are stale."""
     config = config_of(folder, "actor.optimizer.lr=100")

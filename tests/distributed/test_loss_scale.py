@@ -88,6 +88,7 @@ def test_overflows_halve_the_scale_and_leave_no_trace(folder, layout):
         assert len(one.state) == len(other.state) and all(map(torch.equal, one.state, other.state))
 
 
+@pytest.mark.exhaustive
 def test_expert_optimizer_has_the_same_scale(tmp_path):
     folder = write_tiny_experts(tmp_path, num_layers=2)
     config = float16(folder, 2.0**36, 100, "actor.layout={dp: 2, ep: 2}")

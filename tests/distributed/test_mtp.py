@@ -62,7 +62,7 @@ def trained(folder: Path, layout: str, *overrides: str, updates=(GROUPS,), **pac
     return run_ranks(config.actor.layout.world_size, train, config, folder, [*updates], **packing)
 
 
-@pytest.mark.parametrize("case", exhaustive_but(CASES, "GLM-4.6: TP2, SP, EP2, ETP1", "Qwen3.5, tied: PP2"))
+@pytest.mark.parametrize("case", exhaustive_but(CASES, "GLM-4.6: TP2, SP, EP2, ETP1"))
 def test_mtp_layer_is_kept_and_changes_nothing(tmp_path, case):
     """The policy's gradients and updated weights are the same bits as without the layer."""
     family, sizes, layout = CASES[case]
@@ -96,7 +96,7 @@ TRAINED_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", exhaustive_but(TRAINED_CASES, "GLM-4.6: TP2, SP, EP2, ETP1", "DeepSeek-V3: PP2"))
+@pytest.mark.parametrize("case", exhaustive_but(TRAINED_CASES, "DeepSeek-V3: PP2"))
 def test_trained_mtp_layer_matches_reference(tmp_path, case):
     """The layer's loss, gradients and weights match the reference after two updates. The policy's gradient in the first
     update has the same bits as with the layer frozen."""

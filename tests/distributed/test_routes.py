@@ -91,8 +91,7 @@ def trained(folder: Path, layout: str, variant: str) -> list[RankResult]:
     "pair",
     exhaustive_but(
         [f"{layout}: {variant}" for layout, variant in product(LAYOUTS, VARIANTS)],
-        *("one process: packed", "one process: selective recompute", "PP2, VPP2, EP2: nothing shared"),
-        *("CP2, EP2: nothing shared", "CP2, EP2: padded", "TP2, SP, EP2: full recompute"),
+        *("one process: packed", "PP2, VPP2, EP2: nothing shared", "CP2, EP2: padded", "TP2, SP, EP2: full recompute"),
     ),
 )
 def test_replayed_training_matches_a_plain_model(folder, outcome, pair):

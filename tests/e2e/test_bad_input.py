@@ -49,6 +49,7 @@ def test_reward_function_that_raises_is_named(recipe: Path, tmp_path: Path) -> N
         ]
 
 
+@pytest.mark.exhaustive
 def test_rejected_engine_argument_ends_the_run(recipe: Path, tmp_path: Path) -> None:
     """No CPU kernel has this block size. vLLM rejects it only after it has loaded the model."""
     with Run(recipe, tmp_path, "actor.layout.pp=1", "rollout.vllm_overrides={block_size: 7}", vllm=True) as run:

@@ -196,6 +196,7 @@ def test_images_sampled_ahead_are_trained(ahead):
 
 
 @pytest.mark.filterwarnings("error:While injecting the PEFT adapters")  # peft warns about targets without adapters
+@pytest.mark.exhaustive
 def test_exported_adapters_change_the_images_of_diffusers(recipe, ahead):
     pipeline = load_pipeline(recipe.parent / "sd3")
     options = {"height": 16, "width": 24, "num_inference_steps": 2, "output_type": "np"}

@@ -182,6 +182,7 @@ def test_suspended_rank_is_replaced(recipe: Path, uninterrupted: Path, tmp_path:
     assert f"no response from trainer-0, trainer-1 within {LIMIT_S} s" in run.output
 
 
+@pytest.mark.exhaustive
 def test_ranks_lost_in_evaluation_and_export_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """The first rank is killed while an evaluation waits for its rewards, and a later one during the export."""
     functions = tmp_path / "functions"

@@ -437,10 +437,10 @@ OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
     *("GLM-4.6", "Qwen3.5", "Qwen3.5, experts", "Qwen3-Next", "gpt-oss"),
 )
-EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1), ("GLM-4.6", 1)}
-"""Cases that always run: padded experts, tied dense weights with adapters, gated delta nets, and drafts with adapters.
-`make test-exhaustive` runs the others. The cluster test of colocated PPO covers engines with two workers, and
-test_rollouts_ahead.py covers refits during requests."""
+EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1)}
+"""Cases that always run: padded experts, tied dense weights with adapters, and gated delta nets. `make test-exhaustive`
+runs the others. The cluster test of colocated PPO covers engines with two workers, test_rollouts_ahead.py covers refits
+during requests, and test_speculative.py covers drafts with adapters."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
@@ -767,6 +767,7 @@ QUANTIZED = (
 )
 
 
+@pytest.mark.exhaustive
 def test_quantizing_engine_loads_whole_tensors(tmp_path, remotes):
     """Such an engine's weights differ from the family's in dtype and shape, and have scales."""
     folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(tie_word_embeddings=True))

@@ -202,7 +202,8 @@ def test_resumed_metrics_are_equal(uninterrupted: Path, resumed: Path) -> None:
     assert metrics(resumed)[1:] == metrics(uninterrupted)
 
 
-@pytest.mark.parametrize("has_checkpoint", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("has_checkpoint", [False, True])
 def test_rollouts_of_undone_steps_are_used(recipe, uninterrupted, tmp_path, has_checkpoint: bool) -> None:
     """A run that is killed in its third step, or in the third step after its first checkpoint, repeats the training but
     neither samples nor scores finished groups again."""

@@ -81,6 +81,7 @@ def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
         assert row["advantage"] == pytest.approx(expected.mean().item(), abs=2e-3)
 
 
+@pytest.mark.exhaustive
 def test_teacher_adds_to_the_rewards_of_a_group(series, model, teachers, tmp_path):
     """Uses GRPO, so rewards contribute to advantages, and several updates per step. In the second step, the coefficient
     is 0 and the teacher does not run."""
@@ -125,6 +126,7 @@ def test_exact_divergence_is_a_loss_of_the_run(series, model, teachers, tmp_path
     assert steps[0]["kl/teacher_large"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers, tmp_path):
     """The teacher and the trained model share devices. There are no engines."""
     turns = [

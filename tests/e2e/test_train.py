@@ -137,6 +137,7 @@ def test_run_writes_trace_profile_and_token_details(learned):
         assert row["response"] == "".join(text for text in row["tokens"] if text not in special)
 
 
+@pytest.mark.exhaustive
 def test_diagnosis_names_first_layer_that_differs(learned, tmp_path):
     """The engine loads a copy of the model with one changed weight; the other sides load the run's model."""
     broken, damaged = tmp_path / "broken", "model.layers.1.mlp.down_proj.weight"
