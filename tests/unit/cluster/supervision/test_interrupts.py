@@ -12,7 +12,7 @@ import pytest
 from megarl.cluster.supervision import interrupts
 from megarl.cluster.supervision.interrupts import Interrupts
 from tests.marks import each_value
-from tests.timing import GRACE_S, HANG_S, SHORT_S, WAIT_S
+from tests.timing import GRACE_S, SHORT_S, WAIT_S
 from tests.unit.cluster.supervision.test_supervisor import Program, program, signals_are_heard
 
 __all__ = ["signals_are_heard"]
@@ -35,11 +35,10 @@ NOT_AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
     with interrupts.grace({seconds}, is_awaited=False):
         try:
             print("working", flush=True)
-            time.sleep({hang_s})
+            wait()
         except KeyboardInterrupt:
             print("has time" if interrupts.left_s > 0 else "has none", flush=True)
-            while {working}:
-                time.sleep(0.01)
+            {then}
             print("finished", flush=True)"""
 
 
@@ -128,15 +127,15 @@ def test_lost_parent_interrupts_awaited_body() -> None:
 
 
 def test_clean_up_has_the_grace_period() -> None:
-    with program(NOT_AWAITED.format(seconds=5, working=True, hang_s=HANG_S), grace_s=5) as run:
+    ending = "print(0 < signal.getitimer(signal.ITIMER_REAL)[0], flush=True); interrupts.expire(); wait()"
+    with program(NOT_AWAITED.format(seconds=GRACE_S, then=ending), grace_s=GRACE_S) as run:
         begin(run)
         os.kill(run.process.pid, signal.SIGTERM)
-        assert check_end(run) == ["has time"]
+        assert check_end(run) == ["has time", "True"]
 
 
 def test_second_signal_interrupts_the_clean_up() -> None:
-    code = NOT_AWAITED.format(seconds=GRACE_S, working=True, hang_s=HANG_S)
-    with program(code, grace_s=GRACE_S, repeat_s=0.0) as run:
+    with program(NOT_AWAITED.format(seconds=GRACE_S, then="wait()"), grace_s=GRACE_S, repeat_s=0.0) as run:
         begin(run)
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.process.stdout.readline() == "has time\n"
@@ -145,7 +144,7 @@ def test_second_signal_interrupts_the_clean_up() -> None:
 
 
 def test_zero_grace_period_ends_at_once() -> None:
-    with program(NOT_AWAITED.format(seconds=0, working="interrupts.left_s > 0", hang_s=HANG_S)) as run:
+    with program(NOT_AWAITED.format(seconds=0, then="pass")) as run:
         begin(run)
         os.kill(run.process.pid, signal.SIGTERM)
         assert check_end(run, code=0) == ["has none", "finished"]

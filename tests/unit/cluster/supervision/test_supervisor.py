@@ -95,7 +95,7 @@ def signals_are_heard() -> Iterator[None]:
 
 @contextmanager
 def program(
-    body: str, deadline_s: float = supervisor.DEADLINE_S, grace_s: float = 0.0, repeat_s: float = supervisor.REPEAT_S
+    body: str, deadline_s: float = GRACE_S, grace_s: float = 0.0, repeat_s: float = supervisor.REPEAT_S
 ) -> Iterator[Program]:
     code = PROGRAM.format(body=body, deadline_s=deadline_s, grace_s=grace_s, repeat_s=repeat_s)
     with subprocess.Popen(

@@ -64,7 +64,8 @@ module.time = SimpleNamespace(sleep=sleep)
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
     os.killpg(0, signal.SIGTERM)
-    time.sleep(HANG_S)
+    while True:
+        time.sleep(0.1)  # a signal just before a long sleep would be handled only after it
 except KeyboardInterrupt:
     waits.wait()
     watchdog.stop()
