@@ -122,6 +122,7 @@ def files(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in paths if path.is_file()}
 
 
+@pytest.mark.exhaustive
 def test_resumed_run_is_equal(uninterrupted, resumed):
     assert metrics(resumed) == metrics(uninterrupted)
     assert files(resumed) == files(uninterrupted)
