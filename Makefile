@@ -32,13 +32,13 @@ CLUSTER_PACKAGES := tools/environment/system.sh ip:iproute2 unshare:util-linux p
 # Lower the priority of compute-bound tests, because the runs that other tests start at the same time have deadlines.
 BEHIND := nice -n 10
 
-.PHONY: help env quickstart test test-all test-runs test-ranks test-units ranks-then-units test-fast test-learn test-exhaustive exhaustive-runs \
+.PHONY: help env quickstart test test-all test-runs test-ranks test-units test-fast test-learn test-exhaustive exhaustive-runs \
 	exhaustive-ranks test-sandbox test-cluster test-browser test-gpu soak resolve-gpu docs lint types clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        lint, then test-runs in parallel with test-ranks and test-units (25 minutes on 2 cores)"
+	@echo "make test        lint, then test-runs, test-ranks and test-units in parallel (25 minutes on 2 cores)"
 	@echo "make test-all    all tests that need no GPU and have not passed yet, for a clean tree; writes .ci/verified"
 	@echo "make test-runs   end-to-end runs, which start Ray and engines"
 	@echo "make test-ranks  distributed tests in one process tree"
@@ -68,16 +68,11 @@ $(DONE): $(LOCK) pyproject.toml tools/environment/build.sh
 quickstart: $(DONE)
 	$(VENV)/bin/megarl train configs/quickstart.yaml
 
-# Run end-to-end tests beside the others: they mostly wait for processes to start, which leaves CPU time.
+# Run the three parts in parallel, because many of their tests only wait for processes or timeouts.
 # Compile megarl first, because hundreds of processes would each do so if PYTHONDONTWRITEBYTECODE is set.
 test: lint
 	@$(RUN) -m compileall -q megarl
-	@$(MAKE) --no-print-directory --jobs=2 test-runs ranks-then-units
-
-# Run the unit tests last and on all cores, because the end-to-end tests finish before them. Some unit tests only wait
-# for a timeout, so there are two more processes than cores.
-ranks-then-units: test-ranks
-	@$(MAKE) --no-print-directory test-units
+	@$(MAKE) --no-print-directory --jobs=3 test-runs test-ranks test-units
 
 # Each part that passes writes its line to .ci/verified. .ci/run then skips the part until its paths change. Commit that
 # file.
@@ -91,7 +86,7 @@ test-ranks: $(DONE) $(ENGINE_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 test-units: $(DONE) $(ENGINE_DONE) $(SOURCES_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
-	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=4 $(BY_FILE) $(SLOWEST) | sed --unbuffered 's/^/units | /'
+	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=3 $(BY_FILE) $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
 test-fast: $(DONE) $(ENGINE_DONE) $(SOURCES_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 $(BY_FILE) $(SLOWEST)

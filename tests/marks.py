@@ -21,6 +21,11 @@ def exhaustive_but(cases: Iterable[Any], *kept: str) -> list[Any]:
     ]
 
 
+def every_third(cases: Iterable[Any]) -> list[Any]:
+    """Mark all cases but every third as exhaustive."""
+    return [pytest.param(case, marks=() if i % 3 == 0 else pytest.mark.exhaustive) for i, case in enumerate(cases)]
+
+
 def each_value(*axes: Sequence[Any]) -> list[Any]:
     """Return the product of the axes. A few cases cover each value of each axis: as many as the longest axis has
     values. All other cases are marked as exhaustive."""

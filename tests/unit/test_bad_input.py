@@ -11,6 +11,7 @@ import pytest
 from megarl.cluster.supervision import supervisor
 from tests.command_line import run_command
 from tests.e2e.run import write_recipe
+from tests.marks import every_third
 from tests.tiny_model import write_tiny_llama
 
 GOOD_ROW = '{"prompt": "1 + 1 =", "answer": "2"}'
@@ -239,10 +240,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "lines"), CASES, ids=[overrides[:60] for overrides, _ in CASES])
+@pytest.mark.parametrize("case", every_third(CASES), ids=[overrides[:60] for overrides, _ in CASES])
 def test_user_error_is_reported_before_anything_starts(
-    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, overrides: str, lines: list[str]
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, case: tuple[str, list[str]]
 ) -> None:
+    overrides, lines = case
     errors = error_lines("train", recipe, tmp_path / "runs", overrides, capfd)
     for line, start in zip(errors, lines, strict=True):
         assert line.startswith(f"megarl: error: {start}") and "Fix: " in line

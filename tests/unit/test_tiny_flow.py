@@ -63,6 +63,7 @@ def test_folder_depends_only_on_the_seed(folder, tmp_path):
     assert all((folder / name).read_bytes() == (tmp_path / "second" / name).read_bytes() for name in names)
 
 
+@pytest.mark.exhaustive
 def test_captions_are_the_numbers_and_have_different_embeddings(folder):
     rows = [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]
     assert rows == [{"prompt": f"the number {number:02}", "answer": f"{number:02}"} for number in range(100)]
@@ -74,6 +75,7 @@ def test_captions_are_the_numbers_and_have_different_embeddings(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_trained_model_draws_digits_that_can_improve():
     folder = tiny_flow_model()
     rows = [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]

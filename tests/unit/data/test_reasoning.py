@@ -19,6 +19,7 @@ from megarl.data.prompts import load_prompts
 from megarl.data.reasoning import Task, _make_rows, decode, encode, reasoning_rows
 from megarl.rewards.reasoning import ReasoningGym
 from tests.children import Children
+from tests.marks import every_third
 from tests.paths import BASE, QUICKSTART
 from tests.tiny_model import tiny_tokenizer
 
@@ -57,7 +58,7 @@ def config_of(source: str, functions: list | None = None, **data) -> Config:
     return Config.model_validate(document)
 
 
-@pytest.mark.parametrize("name", sorted(DATASETS))
+@pytest.mark.parametrize("name", every_third(sorted(DATASETS)))
 def test_reference_answer_is_correct_and_nonsense_is_not(rows, name):
     score = ReasoningGym()
     for row in rows[name]:
@@ -84,6 +85,7 @@ def test_error_independent_of_the_response_is_a_failure(rows):
         ReasoningGym()("", "<answer>1 2</answer>", 7, **row.columns)
 
 
+@pytest.mark.exhaustive
 def test_rows_depend_on_the_seed_only(rows, monkeypatch):
     stages = [(Task(name, {}), SIZE) for name in HASHED]
     monkeypatch.setenv("PYTHONHASHSEED", "7")

@@ -25,6 +25,7 @@ CONSTANTS = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_kernels_equal_plain_torch():
     """The kernels run in a separate process because the interpreter is selected when Triton is imported."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.interpreted_layers"]

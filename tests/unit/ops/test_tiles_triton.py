@@ -32,7 +32,7 @@ KERNELS = [
     ("script", "options", "count"),
     [
         ("interpreted_head", [], 4),
-        ("interpreted_divergence", [], 4),
+        pytest.param("interpreted_divergence", [], 4, marks=pytest.mark.exhaustive),
         pytest.param("interpreted_head", ["--all"], 8, marks=pytest.mark.exhaustive),
         pytest.param("interpreted_divergence", ["--all"], 16, marks=pytest.mark.exhaustive),
     ],

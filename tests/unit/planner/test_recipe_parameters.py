@@ -24,6 +24,7 @@ from megarl.models.classifier import as_classifier
 from megarl.models.denoiser import is_denoiser
 from megarl.models.trained_model import trained_hf_config
 from tests.h100_recipes import MODELS, RECIPES
+from tests.marks import every_third
 from tests.paths import BASE, CONFIGS
 from tests.unit.resharding.megatron_world import base_config, real_rank
 
@@ -39,17 +40,7 @@ CLASSIFIERS = (CriticWorker, ClassifierWorker, RewardModelWorker)
 """Workers whose model has a score head in place of the LM head."""
 
 
-LARGEST = ("deepseek-v3-512xh100-grpo", "kimi-k2-768xh100-grpo", "qwen3-235b-a22b-256xh100-grpo")
-"""Recipes whose models take seconds to build."""
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(recipe, id=recipe.stem, marks=pytest.mark.exhaustive if recipe.stem in LARGEST else ())
-        for recipe in CASES
-    ],
-)
+@pytest.mark.parametrize("recipe", every_third(CASES), ids=[recipe.stem for recipe in CASES])
 def test_planned_ranks_match_real_models(recipe: Path) -> None:
     """Compares every pipeline stage of every Megatron model, including the head that its worker adds. A reward model
     already has its head, as trained by another recipe."""

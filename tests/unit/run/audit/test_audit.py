@@ -19,13 +19,14 @@ from megarl.core.checkpoint import Checkpoint, write_manifest
 from megarl.core.errors import UserError
 from megarl.run.audit.audit import audit
 from megarl.run.audit.chain import START, sealed
+from tests.marks import every_third
 from tests.unit.run.audit.histories import History
 from tests.unit.step.test_queue import STEPS
 
 Line = dict[str, Any]
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", every_third(range(50)))
 def test_killed_run_is_accepted(seed: int, tmp_path: Path) -> None:
     history = History(tmp_path, seed)
     is_proven, lines = history.audit()
