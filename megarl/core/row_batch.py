@@ -39,7 +39,7 @@ class RowBatch:
     process_reward    float32 [N]    per-token reward from a process reward model or from turns, not included in
                                      `reward`; None: no such rewards
     kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: not part of the reward
-    teachers          float32 [N, K] log-prob under each teacher, in the order of teachers.models, or kl.UNTAUGHT; None:
+    teachers          float32 [N, K] log-prob under each teacher, in the order of teachers.models, or kl.UNSCORED; None:
                                      no teacher, or an exact divergence
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    critic's targets; None: not estimated yet, or no critic

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megarl.algorithms.kl import UNTAUGHT
+from megarl.algorithms.kl import UNSCORED
 from megarl.algorithms.returns import turns_of
 from megarl.core.completion import NO_ROUTE, CandidateIds
 from megarl.core.row_batch import TEACHER
@@ -96,7 +96,7 @@ def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenSco
         return torch.cat([torch.empty(0, device=device), *parts])
 
     fields = {name: joined(values) for name, values in scores.items() if not name.startswith(TEACHER)}
-    teachers = [joined(values, UNTAUGHT) for name, values in scores.items() if name.startswith(TEACHER)]
+    teachers = [joined(values, UNSCORED) for name, values in scores.items() if name.startswith(TEACHER)]
     if teachers:
         fields["teachers"] = torch.stack(teachers, -1)
     return replace(batch, **fields)
@@ -105,9 +105,9 @@ def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenSco
 def teacher_states(samples: Sequence[SampleRef], states: Mapping[str, torch.Tensor]) -> TeacherStates:
     """Return a teacher's hidden states for a microbatch of these samples. `states`: sample id -> [R, h] in host memory;
     absent for samples that the teacher does not score."""
-    is_taught = [item.sample.id in states for item in samples]
+    is_scored = [item.sample.id in states for item in samples]
     lengths = [len(item.sample.response_ids) for item in samples]
-    rows = torch.from_numpy(np.repeat(is_taught, lengths).nonzero()[0])
+    rows = torch.from_numpy(np.repeat(is_scored, lengths).nonzero()[0])
     return TeacherStates(rows, tuple(states[item.sample.id] for item in samples if item.sample.id in states))
 
 

@@ -67,7 +67,8 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     prompts. The message names the source and the row. columns: columns required by reward functions, as in
     `file_rows`."""
     data = config.data
-    privileged: dict[str, dict[str, NDArray[np.int32]]] = {column: {} for column in _privileged_columns(config)}
+    teachers = _teachers_by_column(config)
+    privileged: dict[str, dict[str, NDArray[np.int32]]] = {column: {} for column in teachers}
     columns = {**dict.fromkeys(privileged), **columns, **data.ordering_columns}
     if config.samples_images:
         candidates = [(row.source, _caption(row, data)) for row in _judged_rows(config, columns)]
@@ -75,11 +76,11 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
         tokenizer = load_tokenizer(model_folder, date=data.date)
         require_chat_template(config, tokenizer, model_folder)
         candidates = [
-            (row.source, _prompt(row, tokenizer, config, privileged)) for row in _judged_rows(config, columns)
+            (row.source, _prompt(row, tokenizer, config, teachers, privileged)) for row in _judged_rows(config, columns)
         ]
     kept = [(source, prompt) for source, prompt in candidates if prompt is not None]
     require_size(len(candidates), len(kept), data)
-    _require_privileged(config, privileged)
+    _require_privileged(teachers, privileged)
     if (sort_column := data.sort_column) is not None:
         kept.sort(key=lambda item: item[1].columns[sort_column])
     prompts = tuple(prompt for _, prompt in kept)
@@ -133,7 +134,7 @@ def _sees(teacher: Teacher, row: Row, data: Data) -> bool:
     return column is None or content_of(row.columns.get(column), column, place_of(row, data)) is not None
 
 
-def _privileged_columns(config: Config) -> dict[str, list[Teacher]]:
+def _teachers_by_column(config: Config) -> dict[str, list[Teacher]]:
     """Return the columns with prompts for teachers, and the teachers that see them."""
     columns: dict[str, list[Teacher]] = {}
     for teacher in config.teachers.models if config.has_teachers else ():
@@ -142,9 +143,11 @@ def _privileged_columns(config: Config) -> dict[str, list[Teacher]]:
     return columns
 
 
-def _require_privileged(config: Config, privileged: Mapping[str, Mapping[str, NDArray[np.int32]]]) -> None:
+def _require_privileged(
+    teachers_by_column: Mapping[str, Sequence[Teacher]], privileged: Mapping[str, Mapping[str, NDArray[np.int32]]]
+) -> None:
     """Raise a UserError if a teachers' column has no prompt in any remaining row of their sources."""
-    for column, teachers in _privileged_columns(config).items():
+    for column, teachers in teachers_by_column.items():
         if not privileged[column]:
             raise UserError(
                 f"teachers.models: {teachers[0].name} with prompt_column={column}: no remaining row of the teacher's "
@@ -283,9 +286,11 @@ def _prompt(
     row: Row,
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
+    teachers: Mapping[str, Sequence[Teacher]],
     privileged: Mapping[str, dict[str, NDArray[np.int32]]],
 ) -> Prompt | None:
-    """Return the row's prompt, or None if the row is dropped. Add the row's privileged prompts to `privileged`."""
+    """Return the row's prompt, or None if the row is dropped. Add the row's privileged prompts to `privileged`.
+    `teachers`: the teachers that see each column."""
     place = place_of(row, config.data)
     if config.data.source == OWN_TASKS:
         return Prompt(f"{OWN_TASKS}:{row.number}", "", np.empty(0, np.int32))
@@ -294,7 +299,7 @@ def _prompt(
     if too_long(len(token_ids), "the prompt", config, place):
         return None
     name, for_teachers = row_name(row, config.data), {}
-    for column, content in _privileged_prompts(row, config):
+    for column, content in _privileged_prompts(row, config.data, teachers):
         content = add_system_prompt(config.data.system_prompt, content, f"{place}: column {column!r}")
         ids = prompt_ids(tokenizer, content, config.data.chat_template, f"{place}: column {column!r}")
         if too_long(len(ids), f"the prompt in column {column!r}", config, place):
@@ -312,11 +317,12 @@ def _prompt(
     )
 
 
-def _privileged_prompts(row: Row, config: Config) -> Iterator[tuple[str, Content]]:
+def _privileged_prompts(
+    row: Row, data: Data, teachers_by_column: Mapping[str, Sequence[Teacher]]
+) -> Iterator[tuple[str, Content]]:
     """Yield (column, prompt) for each nonempty privileged prompt of a teacher that applies to the row."""
-    data = config.data
     source = None if data.source_column is None else row.columns[data.source_column]
-    for column, teachers in _privileged_columns(config).items():
+    for column, teachers in teachers_by_column.items():
         content = content_of(row.columns.get(column), column, place_of(row, data))
         if content is not None and any(teacher.applies_to(source) for teacher in teachers):
             yield column, content

@@ -44,7 +44,7 @@ SAMPLES = [sample for group in GROUPS for sample, _ in group]
 COEFFICIENT, VOCAB = 0.7, 128
 MIXED = {"idle": 2.0, "large": 1.0, "small": 0.5}
 """Teacher -> weight. No sample belongs to the idle teacher's sources."""
-TAUGHT_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
+SCORED_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
 """Ids of the samples that the small teacher scores. The large teacher scores all samples."""
 
 States = dict[str, dict[str, torch.Tensor]]
@@ -92,15 +92,15 @@ def teacher_states(folders: dict[str, Path], weights: Mapping[str, float]) -> Ex
         with torch.no_grad():
             models = {name: load(AutoModelForCausalLM, folders[name]) for name in weights}
             return {
-                name: {s.id: hidden_states(model, s) for s in SAMPLES if is_taught(name, s, len(weights))}
+                name: {s.id: hidden_states(model, s) for s in SAMPLES if is_scored(name, s, len(weights))}
                 for name, model in models.items()
             }
 
     return expected(compute)
 
 
-def is_taught(teacher: str, sample: Sample, num_teachers: int) -> bool:
-    return num_teachers == 1 or teacher == "large" or (teacher == "small" and sample.id in TAUGHT_BY_SMALL)
+def is_scored(teacher: str, sample: Sample, num_teachers: int) -> bool:
+    return num_teachers == 1 or teacher == "large" or (teacher == "small" and sample.id in SCORED_BY_SMALL)
 
 
 def plain_divergence(kind: str, beta: float, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def plain_update(folders: dict[str, Path], student: str, weights: Mapping[str, f
             log_p = log_probs(model, hidden_states(model, sample))
             loss = log_p.sum() * 0
             for name, teacher in teachers.items():
-                if is_taught(name, sample, len(weights)) and mask.any():
+                if is_scored(name, sample, len(weights)) and mask.any():
                     with torch.no_grad():
                         log_q = log_probs(teacher, hidden_states(teacher, sample))
                     divergence = plain_divergence(kind, beta, log_p, log_q)[mask]

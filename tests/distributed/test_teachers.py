@@ -45,7 +45,7 @@ GROUPS = random_groups(0)
 SAMPLES = [sample for group in GROUPS for sample, _ in group]
 COEFFICIENT, WEIGHTS = 0.7, {"idle": 2.0, "large": 1.0, "small": 0.5}
 """The idle teacher has no sample of its sources."""
-TAUGHT_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
+SCORED_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
 """The samples of the small teacher's sources. The large teacher scores all samples."""
 
 
@@ -205,7 +205,7 @@ def test_distillation_alone_has_the_plain_gradient(folders, layout, placement):
     exact, plain = ({f"teacher/{name}": found[i] for name, found in by_teacher.items()} for i in range(2))
     for scores in (exact, plain):
         own = scores["teacher/small"]
-        scores["teacher/small"] = {name: values for name, values in own.items() if name in TAUGHT_BY_SMALL}
+        scores["teacher/small"] = {name: values for name, values in own.items() if name in SCORED_BY_SMALL}
         scores["teacher/idle"] = {}
     given = {name: {i: values.float() for i, values in of_teacher.items()} for name, of_teacher in exact.items()}
     ranks = run_ranks(config.actor.layout.world_size, distill, config, folders["student"], groups, given)

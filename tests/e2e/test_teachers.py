@@ -143,7 +143,7 @@ def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers,
         "algorithm.distillation={divergence: jsd, placement: loss}",
         "algorithm.distillation={coefficient: 0.0, final_coefficient: 10.0, anneal_steps: 1}",
     )
-    untaught, first, *_, last = metrics_of(run)
-    assert untaught["distillation/coefficient"] == 0 and not {"kl/teacher_large", "teachers/seconds"} & untaught.keys()
+    unscored, first, *_, last = metrics_of(run)
+    assert unscored["distillation/coefficient"] == 0 and not {"kl/teacher_large", "teachers/seconds"} & unscored.keys()
     assert 0 < last["kl/teacher_large"] < 0.9 * first["kl/teacher_large"] and first["teachers/seconds"] > 0
     assert first["policy/loss"] == pytest.approx(first["policy/nll"] + 10 * first["kl/teacher_large"], rel=1e-4)

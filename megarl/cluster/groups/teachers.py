@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from megarl.cluster.session import Session
 from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.metrics import Metric
 from megarl.core.sample import SampleRef, prompt_checksum
 from megarl.data.packing import Packing
 
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtPrompts:
+class ScoredPrompts:
     """The prompts that a teacher scores.
 
     Attributes:
@@ -49,7 +47,7 @@ class TaughtPrompts:
     context_length: int = 0
 
     @classmethod
-    def of(cls, teacher: Teacher, data: PromptSet, config: Config) -> TaughtPrompts:
+    def of(cls, teacher: Teacher, data: PromptSet, config: Config) -> ScoredPrompts:
         source_column, names, prompts = config.data.source_column, None, data.prompts
         if teacher.sources is not None and source_column is not None:
             prompts = [prompt for prompt in prompts if teacher.applies_to(prompt.columns[source_column])]
@@ -104,19 +102,19 @@ class TeacherGroup(RankGroup):
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
         super().__init__(session, config, "teachers", folder, processes)
         self.role, self.scores = f"teacher {teacher.name}", teacher.scores
-        self._taught = TaughtPrompts(teacher)
+        self._prompts = ScoredPrompts(teacher)
 
     @remote(timeout="passes", join=join_by_sample)
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
 
     def select(self, data: PromptSet, config: Config) -> None:
         """Restrict the teacher to rows from its sources, and store its privileged prompts."""
-        self._taught = TaughtPrompts.of(self._taught.teacher, data, config)
+        self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
 
     def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
         """Score the samples of the teacher's prompts. Return sample id -> log-prob of each response token, float32 [R],
         or final hidden states, [R, h]. See TeacherWorker.score_tokens."""
-        batches = self._taught.batches(samples, self.packing)
+        batches = self._prompts.batches(samples, self.packing)
         return self._score_tokens.on_each(self._by_rank(batches)) if batches else ready({})
 
 
@@ -125,24 +123,20 @@ class SelfTeacher:
 
     def __init__(self, teacher: Teacher, actor: TrainerGroup):
         self.scores, self._actor = teacher.scores, actor
-        self._taught = TaughtPrompts(teacher)
+        self._prompts = ScoredPrompts(teacher)
 
     def select(self, data: PromptSet, config: Config) -> None:
         """Restrict the teacher to rows from its sources that have a privileged prompt."""
-        self._taught = TaughtPrompts.of(self._taught.teacher, data, config)
+        self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
 
     def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
         """Return the log-probs as in TeacherGroup.score_tokens. The actor's weights must be on its devices."""
-        batches = self._taught.batches(samples, self._actor.packing)
-        policy = "reference" if self._taught.teacher.weights == "reference" else "old"
+        batches = self._prompts.batches(samples, self._actor.packing)
+        policy = "reference" if self._prompts.teacher.weights == "reference" else "old"
         return self._actor.teacher_log_probs(policy, batches) if batches else ready({})
 
 
-def all_scores(
-    teachers: Sequence[TeacherGroup], samples: Sequence[SampleRef]
-) -> tuple[dict[str, Scores], dict[str, Metric]]:
-    """Return metrics, and each teacher's scores keyed by Teacher.scores. Teachers share devices, so they compute one
-    after another."""
-    begin = time.perf_counter()
-    scores = {teacher.scores: teacher.score_tokens(samples).result() for teacher in teachers}
-    return scores, {"teachers/seconds": Metric(time.perf_counter() - begin)}
+def scores_in_turn(teachers: Sequence[TeacherGroup], samples: Sequence[SampleRef]) -> dict[str, Scores]:
+    """Return each teacher's scores keyed by Teacher.scores. Teachers share devices, so they compute one after
+    another."""
+    return {teacher.scores: teacher.score_tokens(samples).result() for teacher in teachers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
 
 
@@ -60,6 +61,10 @@ def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
                 "same prompts as the actor. Fix: set path, or set prompt_column to a column with prompts that contain "
                 "a hint. For a KL to the reference, set algorithm.kl.coefficient"
             )
+
+
+def keys_of_a_teacher_have_an_effect(config: Config) -> Iterator[str]:
+    for teacher in config.teachers.models:
         if teacher.path is None and teacher.revision is not None:
             yield (
                 f"teachers.models: {teacher.name} with revision={teacher.revision}: has no effect with path=null. Fix: "
@@ -73,27 +78,37 @@ def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
 
 
 def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
-    teacher = next((teacher for teacher in config.teachers.models if teacher.prompt_column is not None), None)
+    teacher = _first_with_prompts(config)
     if teacher is None:
         return
-    entry = f"teachers.models: {teacher.name} with prompt_column={teacher.prompt_column}"
     if config.is_offline:
         yield (
-            f"{entry}: with data.format={config.data.format}, teachers see the rows' own prompts. Fix: remove "
-            f"prompt_column from {teacher.name}"
+            f"{_with_column(teacher)}: with data.format={config.data.format}, teachers see the rows' own prompts. Fix: "
+            f"remove prompt_column from {teacher.name}"
         )
-        return
-    if config.data.is_procedural:
+    elif config.data.is_procedural:
         yield (
-            f"{entry}: data.source={config.data.source} has no such column. Fix: set data.source to a .jsonl or "
-            ".parquet file with this column"
+            f"{_with_column(teacher)}: data.source={config.data.source} has no such column. Fix: set data.source to a "
+            ".jsonl or .parquet file with this column"
         )
-    if config.has_environment and config.actor.experts.replay_routes:
+
+
+def prompt_columns_require_checked_rollouts(config: Config) -> Iterator[str]:
+    teacher = _first_with_prompts(config)
+    if teacher is not None and config.has_environment and config.actor.experts.replay_routes:
         yield (
-            f"{entry}: with actor.experts.replay_routes=true, megarl cannot check whether rollouts of "
+            f"{_with_column(teacher)}: with actor.experts.replay_routes=true, megarl cannot check whether rollouts of "
             f"environment.class={config.environment.name} start with the row's prompt. Fix: set "
             "actor.experts.replay_routes=false"
         )
+
+
+def _first_with_prompts(config: Config) -> Teacher | None:
+    return next((teacher for teacher in config.teachers.models if teacher.prompt_column is not None), None)
+
+
+def _with_column(teacher: Teacher) -> str:
+    return f"teachers.models: {teacher.name} with prompt_column={teacher.prompt_column}"
 
 
 def exact_divergence_is_in_the_loss(config: Config) -> Iterator[str]:
@@ -128,7 +143,9 @@ def exact_divergence_requires_other_models(config: Config) -> Iterator[str]:
 RULES = (
     teachers_have_distinct_names,
     teachers_without_a_path_see_another_prompt,
+    keys_of_a_teacher_have_an_effect,
     prompt_columns_require_rows_of_files,
+    prompt_columns_require_checked_rollouts,
     distillation_alone_needs_no_rounds,
     distillation_alone_does_not_end,
     teacher_sources_require_source_column,

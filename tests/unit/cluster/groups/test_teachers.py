@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megarl.cluster.groups.teachers import SelfTeacher, TaughtPrompts, TeacherGroup
+from megarl.cluster.groups.teachers import ScoredPrompts, SelfTeacher, TeacherGroup
 from megarl.cluster.pending import ready
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch
 from megarl.config.load import load
@@ -43,7 +43,7 @@ SAMPLES = [sample(prompt, k) for prompt in SOURCES for k in range(2)]
 )
 def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompts) -> None:
     group = object.__new__(TeacherGroup)
-    group._taught = TaughtPrompts(Teacher(name="t", path="x", sources=sources))
+    group._prompts = ScoredPrompts(Teacher(name="t", path="x", sources=sources))
     group.packing, group._data_parallel_ranks = packing(num_ranks=2), [0, 0, 1, 1]
     calls: list[list[str]] = []
 
@@ -108,14 +108,14 @@ def test_later_samples_of_a_rollout_are_skipped() -> None:
     row = ROWS[0]
     first, second = played(row, 0, (7, 0)), played(row, 1, (7, 0, 5, 5))
     assert first.beginning != second.beginning
-    taught = TaughtPrompts.of(Teacher(name="t", prompt_column="hint"), DATA, load(BASE, KEYS))
-    [batch] = taught.batches([first, second], packing())
+    scored = ScoredPrompts.of(Teacher(name="t", prompt_column="hint"), DATA, load(BASE, KEYS))
+    [batch] = scored.batches([first, second], packing())
     assert [item.id for item in batch.samples] == ["p0.0"]
-    assert taught.batches([played(row, 0, (7, 0), 54)], packing()) != []
-    assert taught.batches([played(row, 0, (7, 0), 55)], packing()) == []
+    assert scored.batches([played(row, 0, (7, 0), 54)], packing()) != []
+    assert scored.batches([played(row, 0, (7, 0), 55)], packing()) == []
     message = "teachers.models: t with prompt_column=hint: the environment started a rollout of p0 with a prompt"
     with pytest.raises(UserError, match=re.escape(message)):
-        taught.batches([played(row, 0, (7, 1))], packing())
+        scored.batches([played(row, 0, (7, 1))], packing())
 
 
 def test_privileged_prompts_replace_prompts_and_routes(monkeypatch) -> None:
