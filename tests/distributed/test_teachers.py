@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.core.metrics import merge
 from megarl.core.sample import Sample, SampleRef
 from megarl.data.local_batch import LocalBatch
-from megarl.megatron.workers.actor import ActorWorker, Policy
+from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.teacher import TeacherWorker
 from tests.closeness import Expected, assert_close, expected, load
 from tests.forked import run_ranks
@@ -129,10 +129,7 @@ def score_as_teacher(store, rank: int, config: Config, folder: Path) -> dict[str
     batch = RankBatch.split_privileged(refs, worker.packing, PRIVILEGED)[worker.data_parallel_rank]
     samples = [replace(item, sample=with_prompt(item.sample, batch.privileged)) for item in batch.samples]
     local = LocalBatch(samples, batch.microbatches)
-    return {name: worker.teacher_log_probs(policy, local) for name, policy in POLICIES.items()}
-
-
-POLICIES: dict[str, Policy] = {"policy": "old", "reference": "reference"}
+    return {teacher.name: worker.score_as_teacher(teacher.name, local) for teacher in config.self_teachers}
 
 
 def hinted_log_probs(folder: Path, factor: float) -> Expected[dict[str, torch.Tensor]]:
@@ -148,7 +145,8 @@ def hinted_log_probs(folder: Path, factor: float) -> Expected[dict[str, torch.Te
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "TP3, sequence parallel", "PP2", "CP2"))
 def test_self_teacher_sees_privileged_prompts(folders, layout):
-    models = "teachers.models=[{name: t, prompt_column: hint, weights: reference}]"
+    models = "{name: policy, prompt_column: hint}, {name: reference, prompt_column: hint, weights: reference}"
+    models = f"teachers.models=[{models}]"
     config = config_of(folders["student"], models, "data.source=rows.jsonl", f"actor.layout={LAYOUTS[layout]}")
     ranks = run_ranks(config.actor.layout.world_size, score_as_teacher, config, folders["student"])
     for policy, factor in {"policy": 0.5, "reference": 1.0}.items():

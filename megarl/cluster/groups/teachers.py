@@ -130,10 +130,9 @@ class SelfTeacher:
         self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
 
     def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
-        """Return the log-probs as in TeacherGroup.score_tokens. The actor's weights must be on its devices."""
+        """Return the scores as in TeacherGroup.score_tokens. The actor's weights must be on its devices."""
         batches = self._prompts.batches(samples, self._actor.packing)
-        policy = "reference" if self._prompts.teacher.weights == "reference" else "old"
-        return self._actor.teacher_log_probs(policy, batches) if batches else ready({})
+        return self._actor.score_as_teacher(self._prompts.teacher.name, batches) if batches else ready({})
 
 
 def scores_in_turn(teachers: Sequence[TeacherGroup], samples: Sequence[SampleRef]) -> dict[str, Scores]:

@@ -131,15 +131,6 @@ def exact_divergence_covers_the_vocabulary(config: Config) -> Iterator[str]:
         )
 
 
-def exact_divergence_requires_other_models(config: Config) -> Iterator[str]:
-    for teacher in config.self_teachers if config.algorithm.distillation.is_exact else ():
-        yield (
-            f"algorithm.distillation.divergence={config.algorithm.distillation.divergence}: exact divergences are "
-            f"not supported for teachers without a path, such as {teacher.name}. Fix: set path, or set "
-            "algorithm.distillation.divergence=sampled"
-        )
-
-
 RULES = (
     teachers_have_distinct_names,
     teachers_without_a_path_see_another_prompt,
@@ -151,5 +142,4 @@ RULES = (
     teacher_sources_require_source_column,
     exact_divergence_is_in_the_loss,
     exact_divergence_covers_the_vocabulary,
-    exact_divergence_requires_other_models,
 )

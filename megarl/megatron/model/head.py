@@ -269,6 +269,19 @@ def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel
 
 
 @contextmanager
+def returning_hidden(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Return a context manager within which language model heads return hidden states. The chunks may be wrapped."""
+    heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
+    for head in heads:
+        head.returns_hidden = True
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.returns_hidden = False
+
+
+@contextmanager
 def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator[None]:
     """Return a context manager that changes the temperature of language model heads. The chunks may be wrapped."""
     heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]

@@ -73,19 +73,18 @@ class Actor:
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[RankBatch]]] = []
 
-    def teacher_log_probs(self, policy, batches):
-        self.calls.append((policy, batches))
+    def score_as_teacher(self, teacher, batches):
+        self.calls.append((teacher, batches))
         return ready({item.id: "log-probs" for batch in batches for item in batch.samples})
 
 
-@pytest.mark.parametrize(("weights", "policy"), [("policy", "old"), ("reference", "reference")])
-def test_self_teacher_scores_rows_with_privileged_prompts(weights, policy) -> None:
+def test_self_teacher_scores_rows_with_privileged_prompts() -> None:
     actor = Actor()
-    teacher = SelfTeacher(Teacher(name="t", prompt_column="hint", weights=weights, sources=["math", "code"]), actor)
+    teacher = SelfTeacher(Teacher(name="t", prompt_column="hint", sources=["math", "code"]), actor)
     teacher.select(DATA, load(BASE, KEYS))
     assert teacher.score_tokens(SAMPLES).result().keys() == {"p0.0", "p0.1", "p2.0", "p2.1"}
-    [(of_pass, batches)] = actor.calls
-    assert of_pass == policy
+    [(name, batches)] = actor.calls
+    assert name == "t"
     lengths = {item.id: item.num_prompt_tokens for batch in batches for item in batch.samples}
     assert lengths == {"p0.0": 10, "p0.1": 10, "p2.0": 11, "p2.1": 11}
     assert all(batch.privileged.keys() == {item.prompt_id for item in batch.samples} for batch in batches)

@@ -163,10 +163,6 @@ def test_null_removes_the_teachers() -> None:
             [TEACHERS, "algorithm.distillation={divergence: forward_kl, placement: loss, beta: 0.1}"],
             "algorithm.distillation.beta=0.1: has no effect unless algorithm.distillation.divergence=jsd.",
         ),
-        (
-            [SELF, ROWS, "algorithm.distillation={divergence: reverse_kl, placement: loss}"],
-            "algorithm.distillation.divergence=reverse_kl: exact divergences are not supported for teachers",
-        ),
         (["teachers.layout.tp=2"], "teachers.layout.tp=2: has no effect unless teachers.models=[{name: NAME"),
         (
             [TEACHERS, "teachers.tokens_per_microbatch=255"],
