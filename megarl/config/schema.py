@@ -282,6 +282,11 @@ class Config(Section):
         return imitates or (objective.is_policy_objective and not self.is_offline)
 
     @property
+    def trains_given_responses(self) -> bool:
+        """Whether some prompts are trained with the responses in the data."""
+        return self.has_teachers and self.algorithm.distillation.on_policy_share < 1
+
+    @property
     def distills_by_advantage(self) -> bool:
         """Whether the advantages include the divergence from the teachers."""
         return self.has_teachers and self.algorithm.distillation.placement == "advantage"

@@ -66,6 +66,7 @@ def collate(
         rollout_logprobs=torch.from_numpy(_concatenate((sample.response_logprobs for sample in members), np.float32)),
         mask=mask,
         stale=torch.tensor([item.is_stale for item in samples]) if any(item.is_stale for item in samples) else None,
+        given=torch.tensor([item.is_given for item in samples]) if any(item.is_given for item in samples) else None,
         candidate_ids=_candidate_ids(members) if truncates else None,
         labels=_labels(members),
         routes=layout.routes(members) if replays else None,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megarl.core.files import replacement
 from megarl.core.latents import LatentSample
 from megarl.core.optional_logs import OptionalLog
-from megarl.core.sample import Sample
+from megarl.core.sample import GIVEN, Sample
 from megarl.core.score import Score
 from megarl.rewards.rollout_images import write_images
 
@@ -72,9 +72,10 @@ def append_rollouts(
 
 
 def has_token_details(sample_id: str, num_groups: int) -> bool:
-    """Return whether a sample, STEP.GROUP.NUMBER, is in the first groups of its step, which have token details."""
+    """Return whether a sample, STEP.GROUP.NUMBER, is in the first groups of its step, which have token details. Given
+    responses have none, because no engine has computed their log-probs."""
     group = sample_id.split(".")[1:2]
-    return bool(group) and int(group[0]) < num_groups
+    return bool(group) and int(group[0]) < num_groups and not sample_id.endswith(f".{GIVEN}")
 
 
 def token_texts(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) -> list[str]:

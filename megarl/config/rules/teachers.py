@@ -111,6 +111,51 @@ def _with_column(teacher: Teacher) -> str:
     return f"teachers.models: {teacher.name} with prompt_column={teacher.prompt_column}"
 
 
+def given_responses_need_a_column(config: Config) -> Iterator[str]:
+    if config.trains_given_responses and not config.is_offline and config.data.response_column is None:
+        yield (
+            f"{_share(config)}: the other prompts need responses, but data.response_column=null. Fix: set "
+            "data.response_column to a column with a response to each prompt"
+        )
+
+
+def given_responses_need_an_exact_divergence(config: Config) -> Iterator[str]:
+    if config.trains_given_responses and not config.is_offline and not config.algorithm.distillation.is_exact:
+        yield (
+            f"{_share(config)}: algorithm.distillation.divergence=sampled estimates the KL from tokens that the policy "
+            "sampled. Fix: set algorithm.distillation.divergence to forward_kl, reverse_kl or jsd"
+        )
+
+
+def given_responses_have_no_rewards(config: Config) -> Iterator[str]:
+    if not config.trains_given_responses or config.is_offline:
+        return
+    estimator = config.algorithm.advantage.estimator
+    if config.has_rewards:
+        yield (
+            f"{_share(config)}: given responses are trained only with the divergence from the teachers, but the run "
+            "has rewards. Fix: set rewards.functions=[] and remove other rewards, or set "
+            "algorithm.distillation.on_policy_share=1"
+        )
+    elif estimator != "policy_gradient":
+        yield (
+            f"{_share(config)}: without rewards, algorithm.advantage.estimator={estimator} has no effect on the "
+            "samples, and given responses have no group. Fix: set algorithm.advantage.estimator=policy_gradient"
+        )
+
+
+def given_responses_are_not_offline(config: Config) -> Iterator[str]:
+    if config.trains_given_responses and config.is_offline:
+        yield (
+            f"{_share(config)}: with data.format={config.data.format}, no responses are sampled. Fix: set "
+            "algorithm.distillation.on_policy_share=1, or set data.format=prompts"
+        )
+
+
+def _share(config: Config) -> str:
+    return f"algorithm.distillation.on_policy_share={config.algorithm.distillation.on_policy_share:g}"
+
+
 def exact_divergence_is_in_the_loss(config: Config) -> Iterator[str]:
     key, distillation = "algorithm.distillation", config.algorithm.distillation
     if distillation.is_exact and distillation.placement != "loss":
@@ -140,6 +185,10 @@ RULES = (
     distillation_alone_needs_no_rounds,
     distillation_alone_does_not_end,
     teacher_sources_require_source_column,
+    given_responses_need_a_column,
+    given_responses_need_an_exact_divergence,
+    given_responses_have_no_rewards,
+    given_responses_are_not_offline,
     exact_divergence_is_in_the_loss,
     exact_divergence_covers_the_vocabulary,
 )

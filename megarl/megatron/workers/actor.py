@@ -37,6 +37,7 @@ from megarl.megatron.configured_losses import (
     configured_imitation_loss,
     configured_policy_loss,
     configured_preference_loss,
+    on_sampled_tokens,
     with_distillation_loss,
     with_mtp_loss,
 )
@@ -96,6 +97,8 @@ class ActorWorker(TrainerWorker):
     @property
     def loss(self) -> Loss:
         loss, coefficient = self._loss_of_objective, self._config.actor.mtp.loss_coefficient
+        if self._config.trains_given_responses:
+            loss = on_sampled_tokens(loss)
         if self._config.distills_exactly and self._teachers:
             loss = with_distillation_loss(loss, self._distillation, self._teachers)
         return with_mtp_loss(loss, coefficient) if coefficient and has_trained_mtp(self.chunks) else loss

@@ -48,6 +48,15 @@ def test_actor_reads_teachers_from_their_folders() -> None:
     ]
 
 
+GIVEN = "algorithm.distillation={divergence: jsd, placement: loss, on_policy_share: 0.5}"
+GRADIENT, RESPONSES = "algorithm.advantage.estimator=policy_gradient", "data.response_column=solution"
+
+
+def test_prompts_may_be_trained_with_given_responses() -> None:
+    config = recipe(TEACHERS, GIVEN, ALONE, GRADIENT, RESPONSES, ROWS)
+    assert config.trains_given_responses and not recipe(TEACHERS).trains_given_responses
+
+
 SELF = "teachers.models=[{name: hinted, prompt_column: hint}]"
 ROWS = "data.source=rows.jsonl"
 
@@ -181,6 +190,27 @@ def test_null_removes_the_teachers() -> None:
             [TEACHERS, "algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"],
             f"{SHOWN}data.format=prompts (or, with algorithm.objective.name=sft, algorithm.distillation.divergence=j",
         ),
+        (
+            [TEACHERS, GIVEN, ALONE, GRADIENT, ROWS],
+            "algorithm.distillation.on_policy_share=0.5: the other prompts need responses, but data.response_column=",
+        ),
+        (
+            [TEACHERS, GIVEN, "algorithm.distillation.divergence=sampled", ALONE, GRADIENT, ROWS, RESPONSES],
+            "algorithm.distillation.on_policy_share=0.5: algorithm.distillation.divergence=sampled estimates the KL",
+        ),
+        (
+            [TEACHERS, GIVEN, GRADIENT, ROWS, RESPONSES],
+            "algorithm.distillation.on_policy_share=0.5: given responses are trained only with the divergence from",
+        ),
+        (
+            [TEACHERS, GIVEN, ALONE, ROWS, RESPONSES],
+            "algorithm.distillation.on_policy_share=0.5: without rewards, algorithm.advantage.estimator=grpo has no",
+        ),
+        (
+            [TEACHERS, *OFFLINE, "algorithm.distillation.on_policy_share=0.5"],
+            "algorithm.distillation.on_policy_share=0.5: with data.format=messages, no responses are sampled. Fix:",
+        ),
+        ([ROWS, RESPONSES], "data.response_column=solution: has no effect unless algorithm.distillation.on_policy_sh"),
         (
             ["teachers.models=[{name: a, path: x, sources: [math]}]", *OFFLINE],
             "teachers.models: a with sources=['math']: with data.format=messages, every teacher scores all rows. Fix:",
