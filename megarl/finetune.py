@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl import report
-from megarl.cluster.groups.teachers import TeacherGroup, all_scores
+from megarl.cluster.groups.teachers import TeacherGroup, scores_in_turn
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import join
 from megarl.cluster.rank_batch import put_sample
@@ -28,7 +28,7 @@ from megarl.run.beginning import resolve
 from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
-from megarl.step.passes import anneal_distillation, make_policy_passes
+from megarl.step.passes import make_policy_passes, teacher_scores
 from megarl.step.profile import profiled
 from megarl.step.record import offline_record
 from megarl.step.scoring import Metrics
@@ -44,7 +44,7 @@ def run(config: Config, scratch: Path) -> None:
     checked = preflight(config)
     with RunContext.prepare(config, checked.models, checked.data, config_paths) as context, early_end(context.folder):
         elapsed = ElapsedTime()
-        folders, sizes = context.folder, checked.models.teacher_hidden_sizes
+        folders, sizes = context.folder, checked.models.teacher_hidden_sizes(config)
         with Session(config, folders.logs, scratch, folders.nodes, hidden_sizes=sizes) as session:
             elapsed.print("Ray: started")
             context.times.end_start("ray")
@@ -119,11 +119,10 @@ def train(
     """Run the teachers and the forward-only passes that the objective needs, then one optimizer step per
     prompts_per_update rows."""
     updates = [samples_of(update) for update in updates_of(config, groups)]
-    coefficient, metrics = anneal_distillation(config, actor, number) if teachers else (0.0, {})
-    scores = {}
-    if coefficient > 0:
-        scores, pass_metrics = all_scores(teachers, [item for samples in updates for item in samples])
-        metrics |= pass_metrics
+    scores, metrics = {}, {}
+    if teachers:
+        samples = [item for update in updates for item in update]
+        scores, metrics = teacher_scores(config, actor, number, lambda: scores_in_turn(teachers, samples))
     batches = [dispatch(config, samples, actor.packing, scores=scores) for samples in updates]
     make_policy_passes(config, actor, batches).result()
     metrics |= actor.train([batches]).result()

@@ -47,7 +47,7 @@ def run(config: Config, scratch: Path) -> None:
     ):
         elapsed = ElapsedTime()
         folders, models = context.folder, checked.models
-        sizes = models.experts, models.teacher_hidden_sizes
+        sizes = models.experts, models.teacher_hidden_sizes(config)
         with Session(config, folders.logs, scratch, folders.nodes, *sizes) as session:
             elapsed.print("Ray: started")
             context.times.end_start("ray")

@@ -80,7 +80,7 @@ DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 """A divergence from a teacher over the full vocabulary. See ops.divergence."""
 
 
-UNTAUGHT = math.inf
+UNSCORED = math.inf
 """Placeholder for the log-prob under a teacher, or the divergence from the teacher, in rows that the teacher does not
 score."""
 
@@ -109,7 +109,7 @@ def distillation(
 
     Args:
         log_prob: float32 [N], log-probs of sampled tokens under the student.
-        teachers: float32 [N, K], log-probs of the same tokens under each teacher, or UNTAUGHT. Such a teacher has no
+        teachers: float32 [N, K], log-probs of the same tokens under each teacher, or UNSCORED. Such a teacher has no
             part in the token's divergence.
         mask: bool [N], true for trained tokens.
         weights: w_k of each teacher.
@@ -119,7 +119,7 @@ def distillation(
     if teachers.shape != (len(log_prob), len(weights)):
         expected = f"[{len(log_prob)}, {len(weights)}]"
         raise ValueError(f"teachers must have shape {expected}, got {tuple(teachers.shape)}")
-    log_ratio = (log_prob[:, None] - teachers).where(mask[:, None] & (teachers != UNTAUGHT), 0.0)
+    log_ratio = (log_prob[:, None] - teachers).where(mask[:, None] & (teachers != UNSCORED), 0.0)
     return estimate(estimator, log_ratio, limit=limit) @ log_ratio.new_tensor(weights)
 
 

@@ -204,6 +204,7 @@ class Distillation(Section):
     coefficient: NonNegativeFloat
     anneal_steps: PositiveInt | None
     final_coefficient: NonNegativeFloat
+    on_policy_share: Annotated[float, Field(gt=0, le=1)]
 
     @property
     def is_used(self) -> bool:

@@ -42,6 +42,7 @@ class Data(Section):
     system_prompt: Text | None
     date: Annotated[str | None, BeforeValidator(_iso_date)]
     answer_column: str
+    response_column: Text | None
     source_column: Text | None
     messages_column: str
     chosen_column: str
@@ -76,6 +77,11 @@ class Data(Section):
     def draws_by_weight(self) -> bool:
         """Whether prompts are drawn by weight instead of once per epoch."""
         return self.weight_column is not None or self.solved_weight is not None or bool(self.source_weights)
+
+    @property
+    def given_columns(self) -> dict[str, str]:
+        """The column with responses, if any -> the key that names it."""
+        return {} if self.response_column is None else {self.response_column: "data.response_column"}
 
     @property
     def ordering_columns(self) -> dict[str, str]:

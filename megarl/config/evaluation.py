@@ -16,7 +16,7 @@ def config_of_set(config: Config, evaluation_set: EvaluationSet) -> Config:
     names = ("source", "prompt_column", "answer_column", "system_prompt", "chat_template")
     data = {name: value for name in names if (value := getattr(evaluation_set, name)) is not None}
     data |= {"size": evaluation_set.size, "shuffle": False, "stages": [], "source_weights": {}}
-    data |= dict.fromkeys(("sort_column", "weight_column", "solved_weight"))
+    data |= dict.fromkeys(("sort_column", "weight_column", "solved_weight", "response_column"))
     if evaluation_set.chat_template is False or evaluation_set.system_prompt == "":
         data["system_prompt"] = None  # only a chat template can format a system message
     if evaluation_set.source is not None:

@@ -186,6 +186,12 @@ METRICS = (
     Declaration(
         "distillation/coefficient", "coefficient of the divergence from the teachers", "", "distillation.anneal_steps"
     ),
+    Declaration(
+        "distillation/on_policy_frac",
+        "fraction of the step's samples that the policy sampled; the others are given responses",
+        "",
+        "distillation.on_policy_share < 1",
+    ),
     Declaration("teachers/seconds", "time of the teachers' passes, which is part of time/train", "s", "teachers"),
     Declaration("correction/weight_mean", "mean importance weight", "", CORRECTION),
     Declaration("correction/weight_square_mean", "mean squared importance weight", "", CORRECTION),

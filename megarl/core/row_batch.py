@@ -30,6 +30,7 @@ class RowBatch:
     turn_advantage    float32 [N]    advantage of each row's turn, in addition to its sample's; None: turns are not
                                      compared
     stale             bool [S]       whether the oldest token was sampled with earlier weights; None: no sample is stale
+    given             bool [S]       whether the response is from the data, not from an engine; None: no sample's is
     old               float32 [N]    log-prob under the policy at the start of the step; None: the current policy
     reference         float32 [N]    log-prob under the reference policy; None: not needed
     values            float32 [N]    critic's value, at the start of the step, of the state in which each target was
@@ -39,7 +40,7 @@ class RowBatch:
     process_reward    float32 [N]    per-token reward from a process reward model or from turns, not included in
                                      `reward`; None: no such rewards
     kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: not part of the reward
-    teachers          float32 [N, K] log-prob under each teacher, in the order of teachers.models, or kl.UNTAUGHT; None:
+    teachers          float32 [N, K] log-prob under each teacher, in the order of teachers.models, or kl.UNSCORED; None:
                                      no teacher, or an exact divergence
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    critic's targets; None: not estimated yet, or no critic
@@ -58,6 +59,7 @@ class RowBatch:
     token_scale: torch.Tensor
     turn_advantage: torch.Tensor | None = None
     stale: torch.Tensor | None = None
+    given: torch.Tensor | None = None
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -88,6 +90,16 @@ class RowBatch:
     def in_loss(self) -> torch.Tensor:
         """Whether each row is in the loss, bool [N]. False for untrained rows and for excluded samples."""
         return self.weight > 0
+
+    @property
+    def only_sampled(self) -> Self:
+        """The batch without the rows of given responses in its mask and weights."""
+        if self.given is None:
+            return self
+        is_given = self.given[self.row_sample]
+        imitation = None if self.imitation_weight is None else self.imitation_weight.masked_fill(is_given, 0.0)
+        weight = self.weight.masked_fill(is_given, 0.0)
+        return replace(self, mask=self.mask & ~is_given, weight=weight, imitation_weight=imitation)
 
     def take_rows(self, numbers: torch.Tensor) -> Self:
         """Return the batch with its row fields restricted to these rows (int64 [n])."""

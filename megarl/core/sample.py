@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from megarl.core.latents import LatentSample
 
 
+GIVEN = "given"
+"""Last part of the rollout id of a response from the data, STEP.GROUP.given, which no engine sampled."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample(HoldsArrays):
     """One training sequence: the completion of a prompt, or turns of a rollout with the tokens between them.
@@ -245,6 +249,11 @@ class SampleRef:
     def group(self) -> str:
         """Name of the sample's group; see `group_of`."""
         return group_of(self.prompt_id, self.rollout_id)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the response is from the data instead of an engine."""
+        return self.rollout_id.endswith(f".{GIVEN}")
 
     @property
     def has_failed(self) -> bool:

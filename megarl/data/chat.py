@@ -132,6 +132,29 @@ def conversation(
     return ids[:length], mask[:length]
 
 
+def with_response(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Content,
+    response: Content,
+    prompt_ids: list[int],
+    chat_template: bool,
+    place: str,
+) -> tuple[list[int], list[bool]]:
+    """Return the token ids of the prompt and a response, and a mask for the response's tokens, as in `conversation`. A
+    plain response ends with an EOS token, like a sampled one. prompt_ids: the result of the function `prompt_ids`."""
+    if chat_template:
+        prompt_messages, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
+        if answer[0]["role"] != "assistant":
+            raise UserError(
+                f"{place}: the response begins with a message of role {answer[0]['role']!r}. Fix: begin it with an "
+                "assistant message"
+            )
+        return conversation(tokenizer, [*prompt_messages, *answer], place, first=len(prompt_messages))
+    ids = tokenizer(plain(response, place), add_special_tokens=False)["input_ids"]
+    ids = ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
+    return prompt_ids + ids, [False] * len(prompt_ids) + [True] * len(ids)
+
+
 def response_span(text: str, marked: str, response: str) -> tuple[int, int, int] | None:
     """Locate a response in the text of a conversation.
 

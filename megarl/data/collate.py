@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megarl.algorithms.kl import UNTAUGHT
+from megarl.algorithms.kl import UNSCORED
 from megarl.algorithms.returns import turns_of
 from megarl.core.completion import NO_ROUTE, CandidateIds
 from megarl.core.row_batch import TEACHER
@@ -66,6 +66,7 @@ def collate(
         rollout_logprobs=torch.from_numpy(_concatenate((sample.response_logprobs for sample in members), np.float32)),
         mask=mask,
         stale=torch.tensor([item.is_stale for item in samples]) if any(item.is_stale for item in samples) else None,
+        given=torch.tensor([item.is_given for item in samples]) if any(item.is_given for item in samples) else None,
         candidate_ids=_candidate_ids(members) if truncates else None,
         labels=_labels(members),
         routes=layout.routes(members) if replays else None,
@@ -96,7 +97,7 @@ def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenSco
         return torch.cat([torch.empty(0, device=device), *parts])
 
     fields = {name: joined(values) for name, values in scores.items() if not name.startswith(TEACHER)}
-    teachers = [joined(values, UNTAUGHT) for name, values in scores.items() if name.startswith(TEACHER)]
+    teachers = [joined(values, UNSCORED) for name, values in scores.items() if name.startswith(TEACHER)]
     if teachers:
         fields["teachers"] = torch.stack(teachers, -1)
     return replace(batch, **fields)
@@ -105,9 +106,9 @@ def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenSco
 def teacher_states(samples: Sequence[SampleRef], states: Mapping[str, torch.Tensor]) -> TeacherStates:
     """Return a teacher's hidden states for a microbatch of these samples. `states`: sample id -> [R, h] in host memory;
     absent for samples that the teacher does not score."""
-    is_taught = [item.sample.id in states for item in samples]
+    is_scored = [item.sample.id in states for item in samples]
     lengths = [len(item.sample.response_ids) for item in samples]
-    rows = torch.from_numpy(np.repeat(is_taught, lengths).nonzero()[0])
+    rows = torch.from_numpy(np.repeat(is_scored, lengths).nonzero()[0])
     return TeacherStates(rows, tuple(states[item.sample.id] for item in samples if item.sample.id in states))
 
 

@@ -21,7 +21,7 @@ from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_labels, arithmetic_messages, arithmetic_preferences
-from megarl.data.chat import MARK, conversation, plain, prompt_ids, render_text, response_span
+from megarl.data.chat import MARK, conversation, prompt_ids, render_text, response_span, with_response
 from megarl.data.files import label_rows, message_rows, preference_rows
 from megarl.data.prompts import place_of, require_chat_template, require_size, row_name, rows_of_files, too_long
 from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, as_messages
@@ -117,7 +117,8 @@ def _pair(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase, config: Config
     prompt = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
     pair = []
     for name, response in (("chosen", row.chosen), ("rejected", row.rejected)):
-        ids, mask = _answered(row.prompt, response, prompt, tokenizer, config, f"{place}: {name}")
+        chat_template = config.data.chat_template
+        ids, mask = with_response(tokenizer, row.prompt, response, prompt, chat_template, f"{place}: {name}")
         if config.trains_reward_model:  # the reward model scores the last token of a sample
             mask = [False] * (len(ids) - 1) + [True]
         pair.append((len(prompt), (ids, mask), None))
@@ -138,7 +139,7 @@ def _steps(row: LabelRow, tokenizer: PreTrainedTokenizerBase, config: Config, pl
         ids, ends = prompt + token_ids, list(range(len(token_ids)))
     else:
         steps = _joined([step for step in row.steps if isinstance(step, str)], config.data.step_end, place)
-        ids, _ = _answered(row.prompt, "".join(steps), prompt, tokenizer, config, place)
+        ids, _ = with_response(tokenizer, row.prompt, "".join(steps), prompt, chat_template, place)
         last = len(ids) - len(prompt) - 1
         ends = [*_text_ends(tokenizer, row.prompt, steps, chat_template, len(prompt), place), last]
     objective = config.algorithm.objective.spec
@@ -150,29 +151,6 @@ def _steps(row: LabelRow, tokenizer: PreTrainedTokenizerBase, config: Config, pl
 
 _TOKENIZERS = {MessageRow: _conversation, PreferenceRow: _pair, LabelRow: _steps}
 """The function that tokenizes each type of row."""
-
-
-def _answered(
-    prompt: Content,
-    response: Content,
-    prompt_ids: list[int],
-    tokenizer: PreTrainedTokenizerBase,
-    config: Config,
-    place: str,
-) -> Tokens:
-    """Return the tokens of the prompt and one response. A plain response ends with an EOS token, like a sampled
-    one."""
-    if config.data.chat_template:
-        prompt_messages, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
-        if answer[0]["role"] != "assistant":
-            raise UserError(
-                f"{place}: the response begins with a message of role {answer[0]['role']!r}. Fix: begin it with an "
-                "assistant message"
-            )
-        return conversation(tokenizer, [*prompt_messages, *answer], place, first=len(prompt_messages))
-    ids = tokenizer(plain(response, place), add_special_tokens=False)["input_ids"]
-    ids = ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
-    return prompt_ids + ids, [False] * len(prompt_ids) + [True] * len(ids)
 
 
 def _sample(prompt_id: str, number: int, num_prompt_tokens: int, tokens: Tokens, labels: Labels | None) -> Sample:

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from megarl.config.data_schema import OWN_TASKS, Data
 from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
+from megarl.core.arrays import HoldsArrays
 from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
 from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
-from megarl.data.chat import add_system_prompt, prompt_ids
+from megarl.data.chat import add_system_prompt, prompt_ids, with_response
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, content_of, file_rows
 from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, Row, as_messages
 from megarl.models.tokenizer import decode, load_tokenizer
@@ -36,16 +37,36 @@ MAX_WEIGHT = 1e100
 overflow, and products could underflow to 0 for all rows."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenResponse(HoldsArrays):
+    """The response that the data gives to a prompt.
+
+    Attributes:
+        token_ids: int32 [R], with the end-of-sequence token.
+        mask: bool [R], True for the assistant's tokens.
+        text: the decoded response without special tokens.
+    """
+
+    token_ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    text: str
+
+    def __post_init__(self) -> None:
+        self._freeze("token_ids", np.int32)
+        self._freeze("mask", np.bool_)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSet:
     """The tokenized prompts of a data source.
 
     Attributes:
-        data_hash: SHA-256 over the token ids, answers, additional columns and privileged prompts of all prompts, in
-            order.
+        data_hash: SHA-256 over the token ids, answers, additional columns, privileged prompts and given responses of
+            all prompts, in order.
         weights: sampling weight of each prompt; None for uniform sampling.
         privileged: prompts for teachers: column -> prompt id -> token ids, int32 [P]. Prompt ids without such a prompt
             are absent.
+        responses: given responses by prompt id; empty without data.response_column.
     """
 
     prompts: tuple[Prompt, ...]
@@ -53,6 +74,7 @@ class PromptSet:
     num_dropped: int = 0
     weights: tuple[float, ...] | None = None
     privileged: Mapping[str, Mapping[str, NDArray[np.int32]]] = field(default_factory=dict)
+    responses: Mapping[str, GivenResponse] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -63,29 +85,32 @@ class PromptSet:
 
 def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str | None] = NO_COLUMNS) -> PromptSet:
     """Read and tokenize every prompt. Raise a UserError if a row cannot be read or tokenized, a prompt leaves no room
-    for `rollout.max_new_tokens` (unless data.overlong=drop), the source has too few rows, or a teacher's column has no
-    prompts. The message names the source and the row. columns: columns required by reward functions, as in
-    `file_rows`."""
+    for `rollout.max_new_tokens` (unless data.overlong=drop), a response is missing or too long, the source has too few
+    rows, or a teacher's column has no prompts. The message names the source and the row. columns: columns required by
+    reward functions, as in `file_rows`."""
     data = config.data
-    privileged: dict[str, dict[str, NDArray[np.int32]]] = {column: {} for column in _privileged_columns(config)}
-    columns = {**dict.fromkeys(privileged), **columns, **data.ordering_columns}
+    teachers = _teachers_by_column(config)
+    columns = {**dict.fromkeys(teachers), **columns, **data.ordering_columns, **data.given_columns}
     if config.samples_images:
-        candidates = [(row.source, _caption(row, data)) for row in _judged_rows(config, columns)]
+        candidates = [_Read(row.source, _caption(row, data)) for row in _judged_rows(config, columns)]
     else:
         tokenizer = load_tokenizer(model_folder, date=data.date)
         require_chat_template(config, tokenizer, model_folder)
-        candidates = [
-            (row.source, _prompt(row, tokenizer, config, privileged)) for row in _judged_rows(config, columns)
-        ]
-    kept = [(source, prompt) for source, prompt in candidates if prompt is not None]
+        candidates = [_read(row, tokenizer, config, teachers) for row in _judged_rows(config, columns)]
+    kept = [read for read in candidates if read is not None]
     require_size(len(candidates), len(kept), data)
-    _require_privileged(config, privileged)
+    privileged = {
+        column: {read.prompt.id: read.privileged[column] for read in kept if column in read.privileged}
+        for column in teachers
+    }
+    _require_privileged(teachers, privileged)
     if (sort_column := data.sort_column) is not None:
-        kept.sort(key=lambda item: item[1].columns[sort_column])
-    prompts = tuple(prompt for _, prompt in kept)
-    weights = prompt_weights(data, prompts, [source for source, _ in kept])
-    data_hash = _hash(prompts, privileged)
-    return PromptSet(prompts, data_hash, len(candidates) - len(prompts), weights, privileged)
+        kept.sort(key=lambda read: read.prompt.columns[sort_column])
+    prompts = tuple(read.prompt for read in kept)
+    weights = prompt_weights(data, prompts, [read.source for read in kept])
+    responses = {read.prompt.id: read.response for read in kept if read.response is not None}
+    data_hash = _hash(prompts, privileged, responses)
+    return PromptSet(prompts, data_hash, len(candidates) - len(prompts), weights, privileged, responses)
 
 
 def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, model_folder: Path) -> None:
@@ -133,7 +158,7 @@ def _sees(teacher: Teacher, row: Row, data: Data) -> bool:
     return column is None or content_of(row.columns.get(column), column, place_of(row, data)) is not None
 
 
-def _privileged_columns(config: Config) -> dict[str, list[Teacher]]:
+def _teachers_by_column(config: Config) -> dict[str, list[Teacher]]:
     """Return the columns with prompts for teachers, and the teachers that see them."""
     columns: dict[str, list[Teacher]] = {}
     for teacher in config.teachers.models if config.has_teachers else ():
@@ -142,9 +167,11 @@ def _privileged_columns(config: Config) -> dict[str, list[Teacher]]:
     return columns
 
 
-def _require_privileged(config: Config, privileged: Mapping[str, Mapping[str, NDArray[np.int32]]]) -> None:
+def _require_privileged(
+    teachers_by_column: Mapping[str, Sequence[Teacher]], privileged: Mapping[str, Mapping[str, NDArray[np.int32]]]
+) -> None:
     """Raise a UserError if a teachers' column has no prompt in any remaining row of their sources."""
-    for column, teachers in _privileged_columns(config).items():
+    for column, teachers in teachers_by_column.items():
         if not privileged[column]:
             raise UserError(
                 f"teachers.models: {teachers[0].name} with prompt_column={column}: no remaining row of the teacher's "
@@ -269,6 +296,16 @@ def require_size(num_rows: int, num_kept: int, data: Data) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A row's prompt and its file, its privileged prompts by column, int32 [P], and its given response, if any."""
+
+    source: str
+    prompt: Prompt
+    privileged: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
+    response: GivenResponse | None = None
+
+
 def _caption(row: Row, data: Data) -> Prompt:
     """Return the prompt of an image. It has no token ids, because only the text encoder tokenizes captions."""
     if not isinstance(row.prompt, str):
@@ -279,44 +316,74 @@ def _caption(row: Row, data: Data) -> Prompt:
     return Prompt(row_name(row, data), row.prompt, np.empty(0, np.int32), row.answer, columns=row.columns)
 
 
-def _prompt(
-    row: Row,
-    tokenizer: PreTrainedTokenizerBase,
-    config: Config,
-    privileged: Mapping[str, dict[str, NDArray[np.int32]]],
-) -> Prompt | None:
-    """Return the row's prompt, or None if the row is dropped. Add the row's privileged prompts to `privileged`."""
+def _read(
+    row: Row, tokenizer: PreTrainedTokenizerBase, config: Config, teachers: Mapping[str, Sequence[Teacher]]
+) -> _Read | None:
+    """Return the tokenized row, or None if it is dropped. `teachers`: the teachers that see each column."""
     place = place_of(row, config.data)
     if config.data.source == OWN_TASKS:
-        return Prompt(f"{OWN_TASKS}:{row.number}", "", np.empty(0, np.int32))
+        return _Read(row.source, Prompt(f"{OWN_TASKS}:{row.number}", "", np.empty(0, np.int32)))
     prompt = add_system_prompt(config.data.system_prompt, row.prompt, place)
     token_ids = prompt_ids(tokenizer, prompt, config.data.chat_template, place)
     if too_long(len(token_ids), "the prompt", config, place):
         return None
-    name, for_teachers = row_name(row, config.data), {}
-    for column, content in _privileged_prompts(row, config):
+    privileged = {}
+    for column, content in _privileged_prompts(row, config.data, teachers):
         content = add_system_prompt(config.data.system_prompt, content, f"{place}: column {column!r}")
         ids = prompt_ids(tokenizer, content, config.data.chat_template, f"{place}: column {column!r}")
         if too_long(len(ids), f"the prompt in column {column!r}", config, place):
             return None
-        for_teachers[column] = np.array(ids, np.int32)
-    for column, ids in for_teachers.items():
-        privileged[column][name] = ids
-    return Prompt(
-        id=name,
+        privileged[column] = np.array(ids, np.int32)
+    response = None
+    if config.data.response_column is not None:
+        response = _response(row, prompt, token_ids, tokenizer, config)
+        if response is None:
+            return None
+    prompt = Prompt(
+        id=row_name(row, config.data),
         text=decode(tokenizer, token_ids, skip_special_tokens=False),
         token_ids=np.array(token_ids, np.int32),
         answer=row.answer,
         messages=tuple(as_messages(prompt, "user")),
         columns=row.columns,
     )
+    return _Read(row.source, prompt, privileged, response)
 
 
-def _privileged_prompts(row: Row, config: Config) -> Iterator[tuple[str, Content]]:
+def _response(
+    row: Row, prompt: Content, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase, config: Config
+) -> GivenResponse | None:
+    """Return the row's given response, or None if the row is dropped. Raise a UserError if the row has no response, or
+    if the response is longer than rollout.max_new_tokens, unless data.overlong=drop."""
+    column, longest = config.data.response_column, config.rollout.max_new_tokens
+    assert column is not None, "the data has no column with responses"
+    place = f"{place_of(row, config.data)}: column {column!r} (data.response_column)"
+    content = content_of(row.columns.get(column), column, place_of(row, config.data))
+    if content is None:
+        raise UserError(f"{place}: the prompt has no response. Fix: fill the column, or drop the row")
+    ids, mask = with_response(tokenizer, prompt, content, prompt_ids, config.data.chat_template, place)
+    first = len(prompt_ids)
+    if ids[:first] != prompt_ids:
+        raise UserError(
+            f"{place}: the chat template renders the prompt differently before this response. Fix: drop the row"
+        )
+    if len(ids) - first > longest:
+        if config.data.overlong == "drop":
+            return None
+        raise UserError(
+            f"{place}: the response has {len(ids) - first} tokens, but rollout.max_new_tokens={longest}. Fix: raise "
+            f"rollout.max_new_tokens to at least {len(ids) - first}, or set data.overlong=drop to drop all such rows"
+        )
+    text = decode(tokenizer, ids[first:], skip_special_tokens=True)
+    return GivenResponse(np.array(ids[first:], np.int32), np.array(mask[first:], np.bool_), text)
+
+
+def _privileged_prompts(
+    row: Row, data: Data, teachers_by_column: Mapping[str, Sequence[Teacher]]
+) -> Iterator[tuple[str, Content]]:
     """Yield (column, prompt) for each nonempty privileged prompt of a teacher that applies to the row."""
-    data = config.data
     source = None if data.source_column is None else row.columns[data.source_column]
-    for column, teachers in _privileged_columns(config).items():
+    for column, teachers in teachers_by_column.items():
         content = content_of(row.columns.get(column), column, place_of(row, data))
         if content is not None and any(teacher.applies_to(source) for teacher in teachers):
             yield column, content
@@ -339,7 +406,11 @@ def too_long(length: int, subject: str, config: Config, place: str) -> bool:
     )
 
 
-def _hash(prompts: Sequence[Prompt], privileged: Mapping[str, Mapping[str, NDArray[np.int32]]]) -> str:
+def _hash(
+    prompts: Sequence[Prompt],
+    privileged: Mapping[str, Mapping[str, NDArray[np.int32]]],
+    responses: Mapping[str, GivenResponse],
+) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         hashed = [
@@ -347,6 +418,11 @@ def _hash(prompts: Sequence[Prompt], privileged: Mapping[str, Mapping[str, NDArr
             prompt.answer,
             *([prompt.columns] if prompt.columns else []),
             *(ids[prompt.id].tolist() for ids in privileged.values() if prompt.id in ids),
+            *(
+                [responses[prompt.id].token_ids.tolist(), responses[prompt.id].mask.tolist()]
+                if prompt.id in responses
+                else []
+            ),
         ]
         digest.update(json.dumps(hashed, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()

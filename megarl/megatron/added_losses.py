@@ -39,7 +39,7 @@ class DistillationTerms(NamedTuple):
     Attributes:
         others: the objective's terms.
         distillation: Σ w·D.
-        divergences: float32 [N, K], the divergence from each teacher, or UNTAUGHT in rows that the teacher does not
+        divergences: float32 [N, K], the divergence from each teacher, or UNSCORED in rows that the teacher does not
             score.
     """
 
@@ -61,6 +61,6 @@ def distillation_loss(
     """
     terms, divergences = others(batch, scored[:, : -len(weights)]), scored[:, -len(weights) :]
     counts = batch.mask if (excluded := getattr(terms, "excluded", None)) is None else batch.mask & ~excluded
-    taught = divergences.where(counts[:, None] & (divergences != kl.UNTAUGHT), 0.0)
-    distillation = (batch.weight * (taught @ taught.new_tensor(weights))).sum()
+    counted = divergences.where(counts[:, None] & (divergences != kl.UNSCORED), 0.0)
+    distillation = (batch.weight * (counted @ counted.new_tensor(weights))).sum()
     return DistillationTerms(terms.loss + distillation, terms, distillation, divergences)

@@ -19,11 +19,13 @@ from megarl.config.algorithm_schema import Algorithm, Distillation, Objective, V
 from megarl.config.logprob_check_schema import Tolerance
 from megarl.config.model_schema import ImplicitReward, Teacher
 from megarl.megatron import added_losses, denoising_losses, loss_metrics, losses
-from megarl.megatron.losses import Loss
+from megarl.megatron.losses import Loss, Terms
 from megarl.megatron.metric_sums import Sums
 
 if TYPE_CHECKING:
     import torch
+
+    from megarl.core.token_batch import TokenBatch
 
 
 def configured_policy_loss(
@@ -207,6 +209,18 @@ def configured_value_loss(value: Value) -> Loss:
 def configured_implicit_reward_loss(settings: ImplicitReward) -> Loss:
     terms = partial(losses.implicit_reward_loss, beta=settings.beta, success_above=settings.success_above)
     return Loss(terms, loss_metrics.implicit_reward_metrics)
+
+
+def on_sampled_tokens(loss: Loss) -> Loss:
+    """Return the loss without given responses, which have neither advantages nor the engine's log-probs."""
+
+    def terms(batch: TokenBatch, scored: torch.Tensor) -> Terms:
+        return loss.terms(batch.only_sampled, scored)
+
+    def metrics(batch: TokenBatch, terms: Terms) -> Sums:
+        return loss.metrics(batch.only_sampled, terms)
+
+    return Loss(terms, metrics)
 
 
 def with_mtp_loss(loss: Loss, coefficient: float) -> Loss:

@@ -62,8 +62,8 @@ def policy_metrics(
         sums |= _reference_metrics(batch, terms.kl, terms.samples.share_at_level(kl_level), kl_name, kl_coefficient)
     if batch.teachers is not None:
         for name, log_probs in zip(teachers, batch.teachers.unbind(-1), strict=True):
-            taught = mask & (log_probs != kl.UNTAUGHT)
-            sums[f"kl/teacher_{name}"] = mean(kl.k1(terms.old - log_probs).where(taught, 0.0), taught)
+            is_scored = mask & (log_probs != kl.UNSCORED)
+            sums[f"kl/teacher_{name}"] = mean(kl.k1(terms.old - log_probs).where(is_scored, 0.0), is_scored)
     sums["policy/loss"] = total(terms.actor_loss)
     return sums if terms.value is None else sums | value_metrics(batch, terms.value)
 
@@ -167,7 +167,7 @@ def distillation_metrics(
     value, weight, reduction = sums["policy/loss"]
     sums["policy/loss"] = value + terms.distillation.detach(), weight, reduction
     for name, divergence in zip(teachers, terms.divergences.unbind(-1), strict=True):
-        sums[f"kl/teacher_{name}"] = mean(divergence, batch.mask & (divergence != kl.UNTAUGHT))
+        sums[f"kl/teacher_{name}"] = mean(divergence, batch.mask & (divergence != kl.UNSCORED))
     return sums
 
 

@@ -23,7 +23,7 @@ memory for a few copies of one matrix.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -35,14 +35,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megarl.core import device
 from megarl.megatron import parallel
 from megarl.megatron.checkpoint.optimizer_state import MOMENTUM, OwnedRange, owned_ranges
+from megarl.models.flops import NEWTON_SCHULZ_STEPS
 from megarl.resharding.piece import Holder, Rectangle, flat_span, intersect, num_elements
 from megarl.resharding.selection import layer_matrices
 from megarl.resharding.transports.transport import view
 
-STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Number of Newton-Schulz steps, and the coefficients of each step's odd quintic polynomial. Together, the steps map
-all but tiny singular values to about 0.7 to 1.2."""
+"""Coefficients of the odd quintic polynomial in each Newton-Schulz step. Together, the steps map all but tiny singular
+values to about 0.7 to 1.2."""
 
 EPSILON = 1e-7
 """Added to a matrix's norm, which may be 0."""
@@ -57,7 +57,7 @@ def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     a, b, c = COEFFICIENTS
     wide = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
     x = (wide / (wide.norm() + EPSILON)).to(dtype)
-    for _ in range(STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.t()
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.t() if wide is not matrix else x).float()
@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """A rectangle of a matrix in this rank's range of a parameter. `index`: the range's index in `Muon._owned`.
+    """A rectangle of a matrix in this rank's range of a parameter. `index`: the range's index among those of matrices.
     `rectangle`: the rectangle in parameter coordinates."""
 
     index: int
@@ -98,8 +98,14 @@ class Round:
     received: list[list[Rectangle]]
 
 
-class Muon:
-    """Adds Muon to one rank's optimizer: the constructor wraps its step, which then updates the matrices first.
+def add_muon(
+    optimizer: MegatronOptimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    holder: Holder,
+    momentum: float,
+    dtype: torch.dtype,
+) -> None:
+    """Make each step of one rank's optimizer update the matrices with Muon first. Collective over all ranks.
 
     Args:
         optimizer: Megatron's distributed optimizer of the rank.
@@ -108,74 +114,65 @@ class Muon:
         momentum: μ.
         dtype: the model's dtype. Matrices are orthogonalized in float32 if it is float32, and in bfloat16 otherwise.
     """
+    dtype = torch.float32 if dtype is torch.float32 else torch.bfloat16
+    names = {parameters[name]: name for name in layer_matrices(holder) if name in parameters}
+    for parameter in names:
+        parallel.mark(parameter, uses_muon=True)
+    ranges = [owned for owned in owned_ranges(optimizer) if owned.parameter in names]
+    rounds = _plan_rounds(_parts(ranges, names, holder))
+    step = optimizer.step_with_ready_grads
 
-    def __init__(
-        self,
-        optimizer: MegatronOptimizer,
-        parameters: Mapping[str, torch.nn.Parameter],
-        holder: Holder,
-        momentum: float,
-        dtype: torch.dtype,
-    ):
-        self._momentum = momentum
-        self._dtype = torch.float32 if dtype is torch.float32 else torch.bfloat16
-        names = {parameters[name]: name for name in layer_matrices(holder) if name in parameters}
-        for parameter in names:
-            parallel.mark(parameter, uses_muon=True)
-        self._owned = [owned for owned in owned_ranges(optimizer) if owned.parameter in names]
-        self._rounds = _plan_rounds(_parts(self._owned, names, holder))
-        # Megatron calls step_with_ready_grads after gradients are reduced, checked and clipped.
-        optimizer.step_with_ready_grads = self._preceding(optimizer.step_with_ready_grads)
+    def update_and_step() -> bool:
+        _update(ranges, rounds, momentum, dtype)
+        with warnings.catch_warnings():
+            # Main weights of float32 parameters are views, and torch warns when AdamW reads their missing gradients.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            return step()
 
-    def _preceding(self, step: Callable[[], bool]) -> Callable[[], bool]:
-        def update_and_step() -> bool:
-            self._update()
-            with warnings.catch_warnings():
-                # Main weights of float32 parameters are views, and torch warns when AdamW reads their missing
-                # gradients.
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-                return step()
+    # Megatron calls step_with_ready_grads after gradients are reduced, checked and clipped.
+    optimizer.step_with_ready_grads = update_and_step
 
-        return update_and_step
 
-    @torch.no_grad()
-    def _update(self) -> None:
-        """Update the matrices, and drop their gradients, so that AdamW skips them. Collective over all ranks."""
-        directions = [self._direction(owned) for owned in self._owned]
-        for current in self._rounds:
-            self._run(current, directions)
-        for owned in self._owned:
-            owned.main.grad = None
+@torch.no_grad()
+def _update(ranges: Sequence[OwnedRange], rounds: Sequence[Round], momentum: float, dtype: torch.dtype) -> None:
+    """Update the matrices, and drop their gradients, so that AdamW skips them. Collective over all ranks."""
+    directions = [_direction(owned, momentum) for owned in ranges]
+    for current in rounds:
+        _run(current, ranges, directions, dtype)
+    for owned in ranges:
+        owned.main.grad = None
 
-    def _direction(self, owned: OwnedRange) -> torch.Tensor:
-        """Apply weight decay, update the momentum, and return G + μ · M in the gradient's storage."""
-        main, state = owned.main, owned.optimizer_state
-        if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(main)
-        assert main.grad is not None, "a trained parameter has no gradient"
-        main.mul_(1 - owned.param_group["lr"] * owned.param_group["weight_decay"])
-        state[MOMENTUM].mul_(self._momentum).add_(main.grad)
-        return main.grad.add_(state[MOMENTUM], alpha=self._momentum)
 
-    def _run(self, current: Round, directions: Sequence[torch.Tensor]) -> None:
-        parts = [part for parts in current.sent for part in parts]
-        sent = _joined(self._owned[part.index].view(directions[part.index], part.rectangle) for part in parts)
-        sent_sizes = [sum(part.size for part in parts) for parts in current.sent]
-        received_sizes = [sum(map(num_elements, rectangles)) for rectangles in current.received]
-        received = sent.new_empty(sum(received_sizes))
-        dist.all_to_all_single(received, sent, received_sizes, sent_sizes)
-        if current.shape is not None:
-            matrix = received.new_empty(current.shape)
-            places = [view(matrix, rectangle) for rectangles in current.received for rectangle in rectangles]
-            for place, values in zip(places, received.split([place.numel() for place in places]), strict=True):
-                place.copy_(values.view(place.shape))
-            matrix.copy_(orthogonalize(matrix, self._dtype)).mul_(RMS * max(current.shape) ** 0.5)
-            received = _joined(places)
-        dist.all_to_all_single(sent, received, sent_sizes, received_sizes)
-        for part, update in zip(parts, sent.split([part.size for part in parts]), strict=True):
-            owned = self._owned[part.index]
-            weights = owned.view(owned.main, part.rectangle)
-            weights.sub_(update.view(weights.shape), alpha=owned.param_group["lr"])
+def _direction(owned: OwnedRange, momentum: float) -> torch.Tensor:
+    """Apply weight decay, update the momentum, and return G + μ · M in the gradient's storage."""
+    main, state = owned.main, owned.optimizer_state
+    if MOMENTUM not in state:
+        state[MOMENTUM] = torch.zeros_like(main)
+    assert main.grad is not None, "a trained parameter has no gradient"
+    main.mul_(1 - owned.param_group["lr"] * owned.param_group["weight_decay"])
+    state[MOMENTUM].mul_(momentum).add_(main.grad)
+    return main.grad.add_(state[MOMENTUM], alpha=momentum)
+
+
+def _run(current: Round, ranges: Sequence[OwnedRange], directions: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    parts = [part for parts in current.sent for part in parts]
+    sent = _joined(ranges[part.index].view(directions[part.index], part.rectangle) for part in parts)
+    sent_sizes = [sum(part.size for part in parts) for parts in current.sent]
+    received_sizes = [sum(map(num_elements, rectangles)) for rectangles in current.received]
+    received = sent.new_empty(sum(received_sizes))
+    dist.all_to_all_single(received, sent, received_sizes, sent_sizes)
+    if current.shape is not None:
+        matrix = received.new_empty(current.shape)
+        places = [view(matrix, rectangle) for rectangles in current.received for rectangle in rectangles]
+        for place, values in zip(places, received.split([place.numel() for place in places]), strict=True):
+            place.copy_(values.view(place.shape))
+        matrix.copy_(orthogonalize(matrix, dtype)).mul_(RMS * max(current.shape) ** 0.5)
+        received = _joined(places)
+    dist.all_to_all_single(sent, received, sent_sizes, received_sizes)
+    for part, update in zip(parts, sent.split([part.size for part in parts]), strict=True):
+        owned = ranges[part.index]
+        weights = owned.view(owned.main, part.rectangle)
+        weights.sub_(update.view(weights.shape), alpha=owned.param_group["lr"])
 
 
 def _parts(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megarl.config.algorithm_schema import Distillation
 from megarl.core import device
@@ -19,15 +22,26 @@ from megarl.resharding.transports.safetensors import SafetensorsFolder
 
 
 def load_teacher_heads(
-    head: LogProbHead, folders: Sequence[Path], distillation: Distillation, dtype: torch.dtype
+    head: LogProbHead, folders: Sequence[Path | None], distillation: Distillation, dtype: torch.dtype
 ) -> None:
     """Load the teachers' output weights from these folders into the actor's head. Each rank reads the rows for the
-    tokens in its shard of the actor's output weight."""
+    tokens in its shard of the actor's output weight. None: the teacher is the policy or the reference, whose output
+    weight `copy_output_weight` provides in each step."""
     assert distillation.divergence != "sampled", "a sampled divergence needs no output layers"
     num_rows = head.output_size_per_partition
     first = dist.get_rank(head.process_group) * num_rows
-    weights = [_load_rows(folder, first, num_rows, dtype) for folder in folders]
+    own = partial(torch.empty, num_rows, head.input_size, dtype=dtype, device=device.device())
+    weights = [own() if folder is None else _load_rows(folder, first, num_rows, dtype) for folder in folders]
     head.teachers = TeacherHeads(weights, distillation.divergence, distillation.beta)
+
+
+@torch.no_grad()
+def copy_output_weight(model: GPTModel, number: int) -> None:
+    """Copy the model's output weight, or the embedding if they are tied, to the output layer of the teacher with this
+    number. Updates change the model's own, but the teacher's hidden states belong to the current one."""
+    head: Any = model.output_layer
+    is_tied = model.share_embeddings_and_output_weights
+    head.teachers.weights[number].copy_(model.shared_embedding_or_output_weight() if is_tied else head.weight)
 
 
 def _load_rows(folder: Path, first: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:

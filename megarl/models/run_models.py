@@ -74,10 +74,10 @@ class ModelFolders:
         """The config.json of each teacher by name."""
         return {name: read_config(folder) for name, folder in self.teachers.items()}
 
-    @property
-    def teacher_hidden_sizes(self) -> list[int]:
-        """The hidden size of each teacher."""
-        return [ModelShape.of(hf_config).hidden for hf_config in self.teacher_configs.values()]
+    def teacher_hidden_sizes(self, config: Config) -> list[int]:
+        """Return the hidden size of each teacher. Teachers without a path have the actor's."""
+        own = [self.hf_config] * len(config.self_teachers)
+        return [ModelShape.of(hf_config).hidden for hf_config in (*self.teacher_configs.values(), *own)]
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
         """Return the Hugging Face config of each trained model, including the heads used in training."""

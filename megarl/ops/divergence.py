@@ -89,8 +89,7 @@ def divergence(
 
     Args:
         teacher: the same tokens' hidden states, whose size may differ from the student's, and this rank's rows for the
-            same part of the vocabulary. The weights may have different numbers of padding rows. If they are sharded,
-            pass the teacher's weight and bias through `align_rows` once.
+            same part of the vocabulary. Unsharded weights may have different numbers of padding rows.
         kind: forward_kl | reverse_kl | jsd.
         temperature: divisor of both models' logits, a float, or float32 [N] with one temperature per token.
         vocab_size: number of token rows in both unsharded weights. Rows beyond it are padding with probability 0.
@@ -104,7 +103,7 @@ def divergence(
     if not is_aligned or len(teacher.weight) < num_rows:
         raise ValueError(
             f"the student's shard has {len(weight)} rows, {num_rows} of them for tokens, but the teacher's has "
-            f"{len(teacher.weight)}. Pass the teacher's weight and bias through align_rows."
+            f"{len(teacher.weight)}"
         )
     if not 0 <= beta <= 1:
         raise ValueError(f"expected beta from 0 to 1, but got {beta}")
@@ -122,25 +121,6 @@ def divergence(
         logits_dtype,
     )
     return result[:, 2] if targets is None else result
-
-
-def align_rows(shard: torch.Tensor, num_rows: int, process_group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the rows of a sharded weight or bias for a split of the vocabulary into `num_rows` rows per rank. Ranks
-    receive rows that they do not hold from those that do. Rows beyond the end of the weight are 0."""
-    held, rank = len(shard), dist.get_rank(process_group)
-    if held == num_rows:
-        return shard
-    ranks = range(dist.get_world_size(process_group))
-
-    def shared(source: int, target: int) -> int:
-        return max(0, min((source + 1) * held, (target + 1) * num_rows) - max(source * held, target * num_rows))
-
-    sent, received = [shared(rank, target) for target in ranks], [shared(source, rank) for source in ranks]
-    aligned = shard.new_zeros(num_rows, *shard.shape[1:])
-    dist.all_to_all_single(
-        aligned[: sum(received)], shard[: sum(sent)].contiguous(), received, sent, group=process_group
-    )
-    return aligned
 
 
 class _Divergence(torch.autograd.Function):

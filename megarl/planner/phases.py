@@ -61,7 +61,7 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
                 for parts in (held, in_passes)
             )
             if role == "actor" and config.distills_exactly and stage == len(of_role) - 1:
-                num_bytes = config.actor.tokens_per_microbatch * sum(_hidden_sizes(models)) * item_bytes(config)
+                num_bytes = config.actor.tokens_per_microbatch * sum(_hidden_sizes(config, models)) * item_bytes(config)
                 in_update["actor: teachers' hidden states"] = num_bytes
             training += _training(config.placed(role), where, in_update, in_pass, memory, passing)
     training = [*_teaching(config, models, states, workload, cluster), *training]
@@ -172,13 +172,14 @@ def _untrained(config: Config, models: Models, name: str) -> dict[str, float]:
         configs = {teacher: model.hf_config for teacher, model in models.teachers.items()}
         parts |= teacher_parts(config, configs, spans[NAMES["teachers"]].start)
     if config.distills_exactly and overlap(spans[name], spans[NAMES["actor"]]):
-        parts |= teacher_head_parts(config, ModelShape.of(models.actor.hf_config).vocab, _hidden_sizes(models))
+        parts |= teacher_head_parts(config, ModelShape.of(models.actor.hf_config).vocab, _hidden_sizes(config, models))
     return parts
 
 
-def _hidden_sizes(models: Models) -> list[int]:
-    """Return the hidden size of each teacher."""
-    return [model.shape.hidden for model in models.teachers.values()]
+def _hidden_sizes(config: Config, models: Models) -> list[int]:
+    """Return the hidden size of each teacher. Teachers without a path have the actor's."""
+    own = [models.actor] * len(config.self_teachers)
+    return [model.shape.hidden for model in (*models.teachers.values(), *own)]
 
 
 def _training(
@@ -293,10 +294,10 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         shape = models.actor.shape
         if isinstance(shape, DenoiserShape) and (config.rollout.sleep or config.rollout.denoising.offload):
             parts["engines: text encoder and VAE"] = ranks * frozen_bytes(config, shape)
-        store_mib = object_store_mib(config, models.actor.shape.experts, _hidden_sizes(models))
+        store_mib = object_store_mib(config, models.actor.shape.experts, _hidden_sizes(config, models))
         parts["samples of a step"] = store_mib * 2**20
     else:
-        parts["teachers' hidden states of a step"] = states_bytes(config, _hidden_sizes(models))
+        parts["teachers' hidden states of a step"] = states_bytes(config, _hidden_sizes(config, models))
     return {part: size for part, size in parts.items() if size}
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from megarl.core.files import replacement
 from megarl.core.latents import LatentSample
 from megarl.core.optional_logs import OptionalLog
-from megarl.core.sample import Sample
+from megarl.core.sample import GIVEN, Sample
 from megarl.core.score import Score
 from megarl.rewards.rollout_images import write_images
 
@@ -58,23 +59,30 @@ def append_rollouts(
     step: int,
     scored: Sequence[tuple[Sample | LatentSample, Score]],
     texts_of: TokenTexts = lambda _: None,
+    feedback: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> bool:
     """Append samples with their scores, and write their images, unless the disk is full. Return whether the lines were
-    written. `texts_of` returns the text of each token in a text sample, or None."""
+    written.
+
+    Args:
+        texts_of: returns the text of each token in a text sample, or None.
+        feedback: the text that reward functions returned, by sample id and function.
+    """
     images = write_images(path, scored)
     rows = (
         _image_row(step, sample, score, images.get(sample.id, {}))
         if isinstance(sample, LatentSample)
-        else _text_row(step, sample, score, texts_of(sample))
+        else _text_row(step, sample, score, texts_of(sample), feedback.get(sample.id))
         for sample, score in scored
     )
     return ROLLOUTS.append(path, rows, len(scored))
 
 
 def has_token_details(sample_id: str, num_groups: int) -> bool:
-    """Return whether a sample, STEP.GROUP.NUMBER, is in the first groups of its step, which have token details."""
+    """Return whether a sample, STEP.GROUP.NUMBER, is in the first groups of its step, which have token details. Given
+    responses have none, because no engine has computed their log-probs."""
     group = sample_id.split(".")[1:2]
-    return bool(group) and int(group[0]) < num_groups
+    return bool(group) and int(group[0]) < num_groups and not sample_id.endswith(f".{GIVEN}")
 
 
 def token_texts(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) -> list[str]:
@@ -121,11 +129,15 @@ def _numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.{TOKEN_DIGITS}g}" if math.isfinite(value) else "null" for value in values)
 
 
-def _text_row(step: int, sample: Sample, score: Score, texts: Sequence[str] | None) -> dict[str, Any]:
+def _text_row(
+    step: int, sample: Sample, score: Score, texts: Sequence[str] | None, feedback: Mapping[str, str] | None
+) -> dict[str, Any]:
     sampled = {
+        **({"feedback": feedback} if feedback else {}),
         "finish_reason": sample.finish_reason,
         "num_response_tokens": len(sample.response_ids),
         "rollout_logprobs": _rounded(sample.response_logprobs, LOGPROB_DECIMALS),
+        **_mask_field(sample),
         **_episode_fields(sample),
         **({} if texts is None else {"tokens": texts, **_token_ids(sample)}),
     }
@@ -169,19 +181,26 @@ def _token_ids(sample: Sample) -> dict[str, list[int]]:
     return {PROMPT_IDS: sample.prompt.token_ids.tolist(), RESPONSE_IDS: sample.response_ids.tolist()}
 
 
+def _mask_field(sample: Sample) -> dict[str, list[int]]:
+    """Return a run-length encoding of the mask: lengths of alternating runs of trained and untrained tokens, trained
+    first. A single response without untrained tokens has none."""
+    mask = sample.response_mask
+    if sample.episode is None and mask.all():
+        return {}
+    changes = np.flatnonzero(np.diff(mask, prepend=True))  # a run of length 0 precedes untrained tokens at the start
+    return {"mask": np.diff([0, *changes, len(mask)]).tolist()}
+
+
 def _episode_fields(sample: Sample) -> dict[str, Any]:
-    """Return the fields for a sample from an environment rollout. `mask` is a run-length encoding: lengths of
-    alternating runs of trained and untrained tokens, trained first."""
+    """Return the fields for a sample from an environment rollout."""
     if sample.episode is None:
         return {}
-    changes = np.flatnonzero(np.diff(sample.response_mask)) + 1
     return {
         "rollout_id": sample.rollout_id,
         "stop_reason": str(sample.episode.info.stop_reason),
         "first_turn": sample.episode.first_turn,
         "turn_rewards": sample.episode.rewards,
         "tool_calls": sample.episode.info.tool_calls,
-        "mask": np.diff([0, *changes, len(sample.response_ids)]).tolist(),
         "messages": sample.episode.messages,
         **({"stack": sample.episode.stack} if sample.episode.stack else {}),
     }

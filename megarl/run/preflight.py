@@ -205,6 +205,8 @@ def _load_prompts(config: Config, model_folder: Path, pool: FunctionPool | None)
     if config.samples_images:
         return data
     _require_embeddings(model_folder, ((prompt.id, prompt.token_ids) for prompt in data.prompts))
+    responses = ((f"{name}: response", response.token_ids) for name, response in data.responses.items())
+    _require_embeddings(model_folder, responses)
     for column, prompts in data.privileged.items():
         _require_embeddings(model_folder, ((f"{name}: column {column!r}", ids) for name, ids in prompts.items()))
     return data

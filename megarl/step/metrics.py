@@ -19,8 +19,10 @@ def step_metrics(
     config: Config, groups: Sequence[Sequence[SampleRef]], watch: Stopwatch, version: int
 ) -> dict[str, float]:
     """Return metrics on the step's samples, phase durations and weight versions. `groups` contains all samples, grouped
-    by prompt. Length metrics exclude greedy rollouts, which are not trained on."""
-    samples = sampled = [sample for group in groups for sample in group]
+    by prompt. Metrics of responses and of weight versions exclude given responses. Length metrics also exclude greedy
+    rollouts, which are not trained on."""
+    members = [sample for group in groups for sample in group]
+    samples = sampled = [sample for sample in members if not sample.is_given]
     if config.samples_greedily:
         greedy = {group[-1].rollout_id for group in groups}
         sampled = [sample for sample in samples if sample.rollout_id not in greedy]
@@ -29,10 +31,12 @@ def step_metrics(
     if config.samples_images:
         of_samples = {"throughput/images_per_second": len(samples) / seconds}
     else:
-        rate = sum(sample.num_tokens for sample in samples) / seconds
+        rate = sum(sample.num_tokens for sample in members) / seconds
         of_samples = _response_metrics(sampled) | _rollout_metrics(sampled) | {"throughput/tokens_per_second": rate}
         drafts = sum((sample.drafts for sample in sampled), NO_DRAFTS)
         of_samples |= drafts.metrics("rollout/draft_accepted_frac", "rollout/accepted_length_mean")
+    if config.trains_given_responses:
+        of_samples["distillation/on_policy_frac"] = len(samples) / len(members)
     return {
         **of_samples,
         **times,
@@ -90,6 +94,9 @@ def _version_metrics(samples: Sequence[SampleRef], trained: int, max_staleness: 
 
 
 def _response_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
+    """Return length metrics; empty if all responses of the step are given."""
+    if not samples:
+        return {}
     lengths = [sample.num_response_tokens for sample in samples]
     return {
         "response/length_mean": fmean(lengths),

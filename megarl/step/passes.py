@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megarl.cluster.groups.trainers import TrainerGroup
@@ -35,15 +37,21 @@ def policies(config: Config) -> list[Policy]:
     return [policy for policy, name in names.items() if needed(config, name)]
 
 
-def anneal_distillation(config: Config, actor: TrainerGroup, number: int) -> tuple[float, dict[str, Metric]]:
-    """Set the coefficient of the divergence from the teachers for this step. Return it and, if it is annealed, its
-    metric."""
+def teacher_scores(
+    config: Config, actor: TrainerGroup, number: int, run_teachers: Callable[[], dict[str, Scores]]
+) -> tuple[dict[str, Scores], dict[str, Metric]]:
+    """Set the coefficient of the divergence from the teachers for this step, and run the teachers unless it is 0.
+    Return the scores keyed by Teacher.scores, and metrics."""
     distillation = config.algorithm.distillation
-    coefficient = distillation.coefficient_in(number)
-    if distillation.anneal_steps is None:
-        return coefficient, {}
-    actor.set_distillation_coefficient(coefficient).result()
-    return coefficient, {"distillation/coefficient": Metric(coefficient)}
+    coefficient, metrics = distillation.coefficient_in(number), {}
+    if distillation.anneal_steps is not None:
+        actor.set_distillation_coefficient(coefficient).result()
+        metrics["distillation/coefficient"] = Metric(coefficient)
+    if coefficient == 0:
+        return {}, metrics
+    begin = time.perf_counter()
+    scores = run_teachers()
+    return scores, metrics | {"teachers/seconds": Metric(time.perf_counter() - begin)}
 
 
 def make_policy_passes(config: Config, actor: TrainerGroup, updates: Updates) -> Pending[dict[str, Scores]]:

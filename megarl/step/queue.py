@@ -9,6 +9,7 @@ from statistics import fmean
 
 from megarl.cluster.groups.engines import Requests, Sampled
 from megarl.cluster.pending import Pending, first, ready
+from megarl.cluster.rank_batch import put_sample
 from megarl.cluster.workers import Workers
 from megarl.config.continuation import allowed_changes
 from megarl.config.schema import Config
@@ -19,6 +20,7 @@ from megarl.data.prompts import PromptSet
 from megarl.rollout.router import Aborted, completed
 from megarl.rollout.schedule import RolloutSchedule
 from megarl.step.finished import FinishedRollouts
+from megarl.step.given import given_sample, is_given
 from megarl.step.requests import requests
 from megarl.step.state import PendingPrompt, RunState
 
@@ -130,20 +132,38 @@ class RolloutQueue:
         num_draws = self.state.num_draws
         items = self.state.draw(self._schedule.num_to_begin(wanted, self.config.run.steps - number), number - 1)
         self._draws.rows += [item.row for item in items if item.draw >= num_draws]
-        new = [i for i, item in enumerate(items) if not self._use_finished(item, number, i, is_restart=i < num_again)]
+        given = {i for i, item in enumerate(items) if is_given(self.config, item)}
+        new = [
+            i
+            for i, item in enumerate(items)
+            if i in given or not self._use_finished(item, number, i, is_restart=i < num_again)
+        ]
         places = self.finished.free_places(number, self._num_in_step, len(new))
-        group_requests = requests(self.config, number, [self.data[items[i].row] for i in new], places)
+        prompts = [self.data[items[i].row] for i in new]
+        group_requests = requests(self.config, number, prompts, places, self.data.responses)
         self._num_in_step = max(self._num_in_step + len(items), 1 + max(places, default=0))
         groups: dict[int, Group] = {}
-        for submission in self._submissions(self._in_order([items[i] for i in new])):
+        sampled = [k for k in self._in_order([items[i] for i in new]) if new[k] not in given]
+        for submission in self._submissions(sampled):
             pending = self._sample([group_requests[k] for k in submission])
             for place, k in enumerate(submission):
                 names = [request.sample_id for request in group_requests[k]]
                 groups[new[k]] = Group(items[new[k]], self._num_begun + new[k], names, pending, place)
+        for i, (first_request, *_) in zip(new, group_requests, strict=True):
+            if i in given:
+                name, _, _ = first_request.sample_id.rpartition(".")
+                groups[i] = self._given_group(items[i], self._num_begun + i, name, number - 1)
         for i in new:
             since, is_restart = items[i].version, i < num_again
             self._schedule.begin(groups[i], number - 1, since, is_restart, index=num_earlier + i)
         self._num_begun += len(items)
+
+    def _given_group(self, item: PendingPrompt, order: int, name: str, version: int) -> Group:
+        """Return the group STEP.GROUP of a prompt's given response."""
+        prompt = self.data[item.row]
+        sample = put_sample(given_sample(name, prompt, self.data.responses[prompt.id], version))
+        sampled: list[Sampled] = [[sample]]
+        return Group(item, order, [sample.id], ready(sampled))
 
     def _use_finished(self, item: PendingPrompt, number: int, i: int, is_restart: bool) -> bool:
         """Return whether an earlier attempt has finished this prompt's rollouts, and a step can still train on them. If

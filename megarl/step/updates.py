@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.groups.teachers import SelfTeacher, all_scores
+from megarl.cluster.groups.teachers import SelfTeacher, scores_in_turn
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import Scores, Updates, add_scores
@@ -18,7 +17,7 @@ from megarl.core.metrics import Metric
 from megarl.core.sample import SampleRef
 from megarl.step.baselines import attach_baselines, step_normalization, update_reward_average
 from megarl.step.dispatch import Group, dispatch, epochs_of, samples_of
-from megarl.step.passes import anneal_distillation, make_policy_passes, policies
+from megarl.step.passes import make_policy_passes, policies, teacher_scores
 from megarl.step.rollouts import Rollouts
 from megarl.step.scoring import Metrics
 from megarl.step.token_rewards import TokenRewards, reward_tokens
@@ -50,7 +49,7 @@ def prepare_updates(
     epochs = epochs_of(config, trained, number)
     if config.algorithm.objective.spec.is_pairwise:
         return _prepare_pairs(config, workers, epochs, number)
-    from_teachers, teacher_metrics = _teacher_scores(config, workers, epochs[0], number)
+    from_teachers, teacher_metrics = _teacher_scores(config, workers, epochs[0], rollouts.feedback, number)
     rewards = reward_tokens(config, workers, epochs[0], rollouts.process_rewards)
     totals = rewards.token_reward_totals, rewards.kl_reward_totals
     over_step = step_normalization(config, rollouts.chosen, *totals)
@@ -63,38 +62,35 @@ def prepare_updates(
 
 
 def _teacher_scores(
-    config: Config, workers: Workers, updates: Sequence[Sequence[Group]], number: int
+    config: Config,
+    workers: Workers,
+    updates: Sequence[Sequence[Group]],
+    feedback: Mapping[str, Scores],
+    number: int,
 ) -> tuple[dict[str, Scores], Metrics]:
-    """Return the step's metrics, and each teacher's scores keyed by Teacher.scores. Both are empty in steps that do not
-    train the actor. Scores are empty if the coefficient is 0."""
+    """Return the results of `teacher_scores`; both are empty in steps that do not train the actor."""
     if not workers.teachers or not config.trains_actor_in(number):
         return {}, {}
-    coefficient, metrics = anneal_distillation(config, workers.actor, number)
-    if coefficient == 0:
-        return {}, metrics
-    scores, passes_metrics = _all_scores(workers, updates)
-    return scores, metrics | passes_metrics
-
-
-def _all_scores(workers: Workers, updates: Sequence[Sequence[Group]]) -> tuple[dict[str, Scores], Metrics]:
-    """Run all teachers: first those with a path, then those that are the policy or the reference."""
     samples = [sample for update in updates for sample in samples_of(update)]
+    return teacher_scores(config, workers.actor, number, lambda: _run_teachers(workers, samples, feedback))
+
+
+def _run_teachers(workers: Workers, samples: Sequence[SampleRef], feedback: Mapping[str, Scores]) -> dict[str, Scores]:
+    """Run all teachers: first those with a path, then those that are the policy or the reference. `feedback`: as in
+    Rollouts."""
     selves = [teacher for teacher in workers.teachers if isinstance(teacher, SelfTeacher)]
-    scores, metrics = {}, {}
+    scores = {}
     if others := [teacher for teacher in workers.teachers if not isinstance(teacher, SelfTeacher)]:
         # An attempt that lost a rank may have left the trained models' states on the devices.
         workers.trained.offload_all().result()
-        scores, metrics = all_scores(others, samples)
+        scores = scores_in_turn(others, samples, feedback)
     if selves:
-        begin = time.perf_counter()
         passes: dict[Role, Callable[[], Pending[list[Scores]]]] = {
-            "actor": lambda: join([teacher.score_tokens(samples) for teacher in selves])
+            "actor": lambda: join([teacher.score_tokens(samples, feedback) for teacher in selves])
         }
         results = workers.trained.run(passes, parts=("parameters",))["actor"]
         scores |= {teacher.scores: result for teacher, result in zip(selves, results, strict=True)}
-        seconds = metrics["teachers/seconds"].value if metrics else 0.0
-        metrics = {"teachers/seconds": Metric(seconds + time.perf_counter() - begin)}
-    return scores, metrics
+    return scores
 
 
 def _prepare_pairs(

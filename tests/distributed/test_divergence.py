@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.ops import head_tile, output_layer
-from megarl.ops.divergence import align_rows
 from megarl.ops.output_layer import OutputLayer
 from tests.closeness import expected, limit, relative_error
 from tests.divergence_case import KINDS, DivergenceCase, plain, tiled
@@ -28,9 +27,14 @@ def case_of(sizes: tuple[int, int, int], dtype: torch.dtype) -> DivergenceCase:
     return DivergenceCase.random(37, vocab, tuple(padded), None, (True, True), dtype)
 
 
-def shard(layer: OutputLayer, rank: int, world_size: int) -> OutputLayer:
-    weight, bias = (x.chunk(world_size)[rank].clone() for x in (layer.weight, layer.bias))
-    return replace(layer, weight=weight, bias=bias)
+def shard(layer: OutputLayer, rank: int, world_size: int, num_rows: int | None = None) -> OutputLayer:
+    """Return a rank's part of the layer if each rank has `num_rows` rows; None: an equal share of the layer's rows."""
+    num_rows = num_rows or len(layer.weight) // world_size
+    padding = max(0, num_rows * world_size - len(layer.weight))
+    weight, bias = layer.weight, layer.bias
+    weight, bias = (torch.cat((x, x.new_zeros(padding, *x.shape[1:]))) for x in (weight, bias))
+    begin = rank * num_rows
+    return replace(layer, weight=weight[begin : begin + num_rows].clone(), bias=bias[begin : begin + num_rows].clone())
 
 
 def join(store, rank: int, world_size: int) -> None:
@@ -44,9 +48,8 @@ def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[dict[
     results = []
     for sizes in SIZES:
         whole = case_of(sizes, dtype)
-        student, teacher = (shard(layer, rank, world_size) for layer in (whole.student, whole.teacher))
-        weight, bias = (align_rows(x, len(student.weight), dist.group.WORLD) for x in (teacher.weight, teacher.bias))
-        own = replace(whole, student=student, teacher=replace(teacher, weight=weight, bias=bias))
+        student = shard(whole.student, rank, world_size)
+        own = replace(whole, student=student, teacher=shard(whole.teacher, rank, world_size, len(student.weight)))
         results += [tiled(own, kind, beta, dist.group.WORLD) for kind, beta in KINDS]
     return results
 
@@ -66,22 +69,6 @@ def test_sharded_divergence_equals_the_whole_one(world_size, dtype):
             assert all(relative_error(actual[name], exact[name]) <= tolerance for name in exact), (sizes, kind)
 
 
-def aligned(store, rank: int, world_size: int) -> list[torch.Tensor]:
-    join(store, rank, world_size)
-    rows = torch.arange(24 * 5).reshape(24, 5).chunk(world_size)[rank]
-    return [align_rows(rows, num_rows, dist.group.WORLD) for num_rows in (3, 7, 24 // world_size, 11, 30)]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_aligned_rows_are_those_of_the_new_split(world_size):
-    ranks = run_ranks(world_size, aligned, world_size)
-    for num_rows, *parts in zip((3, 7, 24 // world_size, 11, 30), *ranks, strict=True):
-        weight = torch.zeros(world_size * num_rows, 5, dtype=torch.long)
-        kept = min(24, len(weight))
-        weight[:kept] = torch.arange(24 * 5).reshape(24, 5)[:kept]
-        assert torch.equal(torch.cat(parts), weight)
-
-
 def rejected(store, rank: int, world_size: int) -> str:
     join(store, rank, world_size)
     whole = case_of(SIZES[0], torch.float32)
@@ -93,4 +80,4 @@ def rejected(store, rank: int, world_size: int) -> str:
 
 def test_shards_that_are_not_aligned_are_rejected():
     for message in run_ranks(2, rejected, 2):
-        assert message.startswith("the student's shard has 51 rows") and "align_rows" in message
+        assert message.startswith("the student's shard has 51 rows")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megarl.cluster.rank_batch import RankBatch
+from megarl.cluster.rank_batch import RankBatch, join_by_sample, with_prompt
 from megarl.config.schema import Config
 from megarl.core.metrics import merge
 from megarl.core.sample import Sample, SampleRef
+from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.teacher import TeacherWorker
 from tests.closeness import Expected, assert_close, close_to, expected, load
@@ -44,7 +49,7 @@ SAMPLES = [sample for group in GROUPS for sample, _ in group]
 COEFFICIENT, VOCAB = 0.7, 128
 MIXED = {"idle": 2.0, "large": 1.0, "small": 0.5}
 """Teacher -> weight. No sample belongs to the idle teacher's sources."""
-TAUGHT_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
+SCORED_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
 """Ids of the samples that the small teacher scores. The large teacher scores all samples."""
 
 States = dict[str, dict[str, torch.Tensor]]
@@ -92,15 +97,15 @@ def teacher_states(folders: dict[str, Path], weights: Mapping[str, float]) -> Ex
         with torch.no_grad():
             models = {name: load(AutoModelForCausalLM, folders[name]) for name in weights}
             return {
-                name: {s.id: hidden_states(model, s) for s in SAMPLES if is_taught(name, s, len(weights))}
+                name: {s.id: hidden_states(model, s) for s in SAMPLES if is_scored(name, s, len(weights))}
                 for name, model in models.items()
             }
 
     return expected(compute)
 
 
-def is_taught(teacher: str, sample: Sample, num_teachers: int) -> bool:
-    return num_teachers == 1 or teacher == "large" or (teacher == "small" and sample.id in TAUGHT_BY_SMALL)
+def is_scored(teacher: str, sample: Sample, num_teachers: int) -> bool:
+    return num_teachers == 1 or teacher == "large" or (teacher == "small" and sample.id in SCORED_BY_SMALL)
 
 
 def plain_divergence(kind: str, beta: float, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -134,7 +139,7 @@ def plain_update(folders: dict[str, Path], student: str, weights: Mapping[str, f
             log_p = log_probs(model, hidden_states(model, sample))
             loss = log_p.sum() * 0
             for name, teacher in teachers.items():
-                if is_taught(name, sample, len(weights)) and mask.any():
+                if is_scored(name, sample, len(weights)) and mask.any():
                     with torch.no_grad():
                         log_q = log_probs(teacher, hidden_states(teacher, sample))
                     divergence = plain_divergence(kind, beta, log_p, log_q)[mask]
@@ -205,6 +210,103 @@ def test_divergence_from_several_teachers_matches_full_logits(folders, student, 
 def test_divergence_from_one_teacher_is_the_plain_one(folders, student, layout, kind):
     """A single call computes log-probs, entropies and the divergence."""
     assert_distills(folders, student, {"large": 1.0}, layout, kind)
+
+
+SOURCE = random.Random(7)
+PRIVILEGED = {
+    name: np.array([SOURCE.randrange(6, 100) for _ in range(length)], np.int32)
+    for name, length in (("0", 30), ("2", 9))
+}
+"""Privileged prompts, one longer and one shorter than the row's own. One prompt has none."""
+SCALES = {"policy": 0.8, "average": 1.0}
+"""Factor of each self-teacher's weights relative to the initial ones. The average is the reference."""
+SELF_WEIGHTS = {"policy": 1.0, "average": 0.5}
+MOVED = 0.9
+"""Factor by which earlier updates of the step have multiplied the policy's weights since the teachers' passes."""
+
+
+def distill_itself(store, rank: int, config: Config, folder: Path) -> RankResult:
+    """Run the self-teachers' passes and one update on one rank."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    scale(worker.parameters().values(), SCALES["policy"])
+    refs = [SampleRef.of(sample, sample) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
+    privileged = {item.id: PRIVILEGED[item.prompt_id] for item in refs}
+    part = RankBatch.split_privileged(refs, worker.packing, privileged)[worker.data_parallel_rank]
+    samples = [replace(item, sample=with_prompt(item.sample, privileged[item.id])) for item in part.samples]
+    found = {name: worker.score_as_teacher(name, LocalBatch(samples, part.microbatches)) for name in SCALES}
+    gathered: list[States] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    scores = {f"teacher/{name}": join_by_sample([states[name] for states in gathered]) for name in SCALES}
+    scale(worker.parameters().values(), MOVED)
+    gradients = capture_gradients(worker)
+    metrics = worker.update(own_batch(config, worker, GROUPS, scores))
+    return RankResult(worker.holder, gradients, {}, metrics)
+
+
+def scale(weights: Iterable[torch.Tensor], factor: float) -> None:
+    with torch.no_grad():
+        for weight in weights:
+            weight.mul_(factor)
+
+
+def plain_update_from_itself(folder: Path, kind: str) -> Expected[Distilled]:
+    """Return the expected result, with one model per teacher. Each row of a sample is its response token's, after
+    either prompt."""
+
+    def compute() -> Distilled:
+        model, *teachers = (load(AutoModelForCausalLM, folder) for _ in range(3))
+        for own, factor in zip((model, *teachers), (SCALES["policy"] * MOVED, *SCALES.values()), strict=True):
+            scale(own.parameters(), factor)
+        losses, values = [], {name: [] for name in SCALES}
+        for sample in SAMPLES:
+            mask = torch.tensor(sample.response_mask)
+            log_p = log_probs(model, hidden_states(model, sample))
+            loss = log_p.sum() * 0
+            for name, teacher in zip(SCALES, teachers, strict=True):
+                if sample.prompt.id in PRIVILEGED and mask.any():
+                    with torch.no_grad():
+                        log_q = log_probs(
+                            teacher, hidden_states(teacher, with_prompt(sample, PRIVILEGED[sample.prompt.id]))
+                        )
+                    divergence = plain_divergence(kind, 0.5, log_p, log_q)[mask]
+                    values[name] += divergence.tolist()
+                    loss = loss + COEFFICIENT * SELF_WEIGHTS[name] * divergence.mean()
+            losses.append(loss)
+        torch.stack(losses).mean().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert torch.stack([gradient.norm() for gradient in gradients.values()]).norm() > 0.01
+        return Distilled(gradients, {name: sum(found) / len(found) for name, found in values.items()})
+
+    return expected(compute)
+
+
+@pytest.mark.parametrize(
+    ("student", "layout", "kind"),
+    [
+        ("tied", "PP2", "reverse_kl"),
+        ("untied", "TP3, sequence parallel", "jsd"),
+        pytest.param("untied", "DP2", "forward_kl", marks=pytest.mark.exhaustive),
+        pytest.param("tied", "CP2", "forward_kl", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_divergence_from_the_policy_itself_matches_full_logits(folders, student, layout, kind):
+    """Both self-teachers see privileged prompts. Their weights are those at the start of the step."""
+    models = [
+        "{name: policy, prompt_column: hint}",
+        "{name: average, prompt_column: hint, weights: reference, weight: 0.5}",
+    ]
+    config = config_of(
+        folders[student],
+        *(f"teachers.models=[{', '.join(models)}]", "data.source=rows.jsonl", "rewards.functions=[]"),
+        f"algorithm.distillation={{divergence: {kind}, placement: loss, coefficient: {COEFFICIENT}}}",
+        *("algorithm.advantage.estimator=policy_gradient", f"actor.layout={LAYOUTS[layout]}"),
+    )
+    ranks = run_ranks(config.actor.layout.world_size, distill_itself, config, folders[student])
+    exact, plain = plain_update_from_itself(folders[student], kind)
+    assert_close(canonical(folders[student], ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
+    metrics = merge([rank.metrics for rank in ranks if rank.metrics])
+    for name in SCALES:
+        assert metrics[f"kl/teacher_{name}"].value == close_to(exact.means[name], plain.means[name])
 
 
 def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:

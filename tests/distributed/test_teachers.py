@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.core.metrics import merge
 from megarl.core.sample import Sample, SampleRef
 from megarl.data.local_batch import LocalBatch
-from megarl.megatron.workers.actor import ActorWorker, Policy
+from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.teacher import TeacherWorker
 from tests.closeness import Expected, assert_close, expected, load
 from tests.forked import run_ranks
@@ -45,7 +45,7 @@ GROUPS = random_groups(0)
 SAMPLES = [sample for group in GROUPS for sample, _ in group]
 COEFFICIENT, WEIGHTS = 0.7, {"idle": 2.0, "large": 1.0, "small": 0.5}
 """The idle teacher has no sample of its sources."""
-TAUGHT_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
+SCORED_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
 """The samples of the small teacher's sources. The large teacher scores all samples."""
 
 
@@ -116,7 +116,7 @@ PRIVILEGED = {
     name: np.array([SOURCE.randrange(6, 100) for _ in range(length)], np.int32)
     for name, length in (("0", 30), ("2", 9))
 }
-HINTED = [with_prompt(sample, PRIVILEGED) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
+HINTED = [with_prompt(sample, PRIVILEGED[sample.prompt.id]) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
 """The samples with their privileged prompts, one longer and one shorter than the original. One prompt has none."""
 
 
@@ -126,13 +126,11 @@ def score_as_teacher(store, rank: int, config: Config, folder: Path) -> dict[str
     for weight in worker.parameters().values():
         weight.detach().mul_(0.5)
     refs = [SampleRef.of(sample, sample) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
-    batch = RankBatch.split_privileged(refs, worker.packing, PRIVILEGED)[worker.data_parallel_rank]
-    samples = [replace(item, sample=with_prompt(item.sample, batch.privileged)) for item in batch.samples]
+    privileged = {item.id: PRIVILEGED[item.prompt_id] for item in refs}
+    batch = RankBatch.split_privileged(refs, worker.packing, privileged)[worker.data_parallel_rank]
+    samples = [replace(item, sample=with_prompt(item.sample, privileged[item.id])) for item in batch.samples]
     local = LocalBatch(samples, batch.microbatches)
-    return {name: worker.teacher_log_probs(policy, local) for name, policy in POLICIES.items()}
-
-
-POLICIES: dict[str, Policy] = {"policy": "old", "reference": "reference"}
+    return {teacher.name: worker.score_as_teacher(teacher.name, local) for teacher in config.self_teachers}
 
 
 def hinted_log_probs(folder: Path, factor: float) -> Expected[dict[str, torch.Tensor]]:
@@ -148,7 +146,8 @@ def hinted_log_probs(folder: Path, factor: float) -> Expected[dict[str, torch.Te
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "TP3, sequence parallel", "PP2", "CP2"))
 def test_self_teacher_sees_privileged_prompts(folders, layout):
-    models = "teachers.models=[{name: t, prompt_column: hint, weights: reference}]"
+    models = "{name: policy, prompt_column: hint}, {name: reference, prompt_column: hint, weights: reference}"
+    models = f"teachers.models=[{models}]"
     config = config_of(folders["student"], models, "data.source=rows.jsonl", f"actor.layout={LAYOUTS[layout]}")
     ranks = run_ranks(config.actor.layout.world_size, score_as_teacher, config, folders["student"])
     for policy, factor in {"policy": 0.5, "reference": 1.0}.items():
@@ -205,7 +204,7 @@ def test_distillation_alone_has_the_plain_gradient(folders, layout, placement):
     exact, plain = ({f"teacher/{name}": found[i] for name, found in by_teacher.items()} for i in range(2))
     for scores in (exact, plain):
         own = scores["teacher/small"]
-        scores["teacher/small"] = {name: values for name, values in own.items() if name in TAUGHT_BY_SMALL}
+        scores["teacher/small"] = {name: values for name, values in own.items() if name in SCORED_BY_SMALL}
         scores["teacher/idle"] = {}
     given = {name: {i: values.float() for i, values in of_teacher.items()} for name, of_teacher in exact.items()}
     ranks = run_ranks(config.actor.layout.world_size, distill, config, folders["student"], groups, given)

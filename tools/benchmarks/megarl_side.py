@@ -59,7 +59,7 @@ def main() -> None:
     def update(batch: LocalBatch = batch) -> None:
         # Use a new batch, so that the time includes its collation.
         batch = LocalBatch(batch.samples, batch.microbatches)
-        worker.update(taught(worker, batch) if case.has_teacher else batch)
+        worker.update(with_teacher_states(worker, batch) if case.has_teacher else batch)
         worker.end_step()
 
     update(LocalBatch(batch.samples, batch.microbatches[:1]))  # fills caches and memory pools
@@ -84,7 +84,7 @@ def random_teacher_head(head: Any, teachers: Sequence[Any], distillation: Distil
     head.teachers = TeacherHeads([weight], distillation.divergence, distillation.beta)
 
 
-def taught(worker: ActorWorker, batch: LocalBatch) -> LocalBatch:
+def with_teacher_states(worker: ActorWorker, batch: LocalBatch) -> LocalBatch:
     """Return the batch with hidden states from a forward-only pass of the actor, which stands in for a teacher of the
     same size."""
     head: Any = model_of(worker.chunks[-1]).output_layer

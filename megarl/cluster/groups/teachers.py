@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,12 +17,11 @@ from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import RankBatch, Scores, join_by_sample
+from megarl.cluster.rank_batch import RankBatch, ScoreRef, Scores, join_by_sample
 from megarl.cluster.session import Session
 from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.metrics import Metric
 from megarl.core.sample import SampleRef, prompt_checksum
 from megarl.data.packing import Packing
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtPrompts:
+class ScoredPrompts:
     """The prompts that a teacher scores.
 
     Attributes:
@@ -39,7 +38,7 @@ class TaughtPrompts:
         privileged: prompt id -> token ids that replace the prompt's for the teacher, int32 [P]; None: the teacher sees
             the prompt itself.
         checksums: prompt id -> checksum of the prompt's own token ids; None without privileged prompts.
-        context_length: maximum number of tokens of a sample.
+        context_length: maximum number of tokens of a sample; 0 without privileged prompts and feedback.
     """
 
     teacher: Teacher
@@ -49,13 +48,13 @@ class TaughtPrompts:
     context_length: int = 0
 
     @classmethod
-    def of(cls, teacher: Teacher, data: PromptSet, config: Config) -> TaughtPrompts:
+    def of(cls, teacher: Teacher, data: PromptSet, config: Config) -> ScoredPrompts:
         source_column, names, prompts = config.data.source_column, None, data.prompts
         if teacher.sources is not None and source_column is not None:
             prompts = [prompt for prompt in prompts if teacher.applies_to(prompt.columns[source_column])]
             names = frozenset(prompt.id for prompt in prompts)
         if teacher.prompt_column is None:
-            return cls(teacher, names)
+            return cls(teacher, names, context_length=config.rollout.context_length)
         privileged = data.privileged[teacher.prompt_column]
         prompts = [prompt for prompt in prompts if prompt.id in privileged]
         return cls(
@@ -66,18 +65,31 @@ class TaughtPrompts:
             config.rollout.context_length,
         )
 
-    def batches(self, samples: Sequence[SampleRef], packing: Packing) -> list[RankBatch]:
+    def batches(
+        self, samples: Sequence[SampleRef], packing: Packing, feedback: Mapping[str, Scores] = MappingProxyType({})
+    ) -> list[RankBatch]:
         """Return each data-parallel rank's batch for a pass over the samples of these prompts, or an empty list without
         such samples. With privileged prompts, leave out samples that do not start with the row's prompt or would exceed
-        rollout.context_length. Raise a UserError if the first sample of a rollout does not start with it."""
+        rollout.context_length. Raise a UserError if the first sample of a rollout does not start with it. `feedback`:
+        references to prompts with feedback, int32 [P], by reward function and sample id. If the teacher sees feedback,
+        leave out samples without any."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
-        if self.privileged is None:
+        privileged: dict[str, NDArray[np.int32] | ScoreRef] = {}
+        if self.teacher.feedback is not None:
+            given = feedback.get(self.teacher.feedback, {})
+            privileged = {sample.id: given[sample.id] for sample in own if sample.id in given}
+        elif self.privileged is not None:
+            privileged = {item.id: self.privileged[item.prompt_id] for item in own if self._starts_with_prompt(item)}
+        else:
             return RankBatch.split(own, packing) if own else []
-        own = [sample for sample in own if self._fits(sample)]
-        return RankBatch.split_privileged(own, packing, self.privileged) if own else []
+        own = [item for item in own if item.id in privileged and self._fits(item, len(privileged[item.id]))]
+        return RankBatch.split_privileged(own, packing, privileged) if own else []
 
-    def _fits(self, sample: SampleRef) -> bool:
-        assert self.privileged is not None and self.checksums is not None, "the teacher sees the samples' own prompts"
+    def _fits(self, sample: SampleRef, num_prompt_tokens: int) -> bool:
+        return num_prompt_tokens + sample.num_response_tokens <= self.context_length
+
+    def _starts_with_prompt(self, sample: SampleRef) -> bool:
+        assert self.checksums is not None, "the teacher sees the samples' own prompts"
         has_own_prompt = sample.rollout is None or sample.beginning == self.checksums[sample.prompt_id]
         if not has_own_prompt and sample.id == sample.rollout_id:
             column = self.teacher.prompt_column
@@ -87,8 +99,7 @@ class TaughtPrompts:
                 "cannot replace it. Fix: use an environment without tools whose reset returns no messages, or remove "
                 "prompt_column"
             )
-        length = len(self.privileged[sample.prompt_id]) + sample.num_response_tokens
-        return has_own_prompt and length <= self.context_length
+        return has_own_prompt
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -104,19 +115,21 @@ class TeacherGroup(RankGroup):
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
         super().__init__(session, config, "teachers", folder, processes)
         self.role, self.scores = f"teacher {teacher.name}", teacher.scores
-        self._taught = TaughtPrompts(teacher)
+        self._prompts = ScoredPrompts(teacher)
 
     @remote(timeout="passes", join=join_by_sample)
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
 
     def select(self, data: PromptSet, config: Config) -> None:
         """Restrict the teacher to rows from its sources, and store its privileged prompts."""
-        self._taught = TaughtPrompts.of(self._taught.teacher, data, config)
+        self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
 
-    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
+    def score_tokens(
+        self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
+    ) -> Pending[Scores]:
         """Score the samples of the teacher's prompts. Return sample id -> log-prob of each response token, float32 [R],
-        or final hidden states, [R, h]. See TeacherWorker.score_tokens."""
-        batches = self._taught.batches(samples, self.packing)
+        or final hidden states, [R, h]. See TeacherWorker.score_tokens. `feedback`: as in ScoredPrompts.batches."""
+        batches = self._prompts.batches(samples, self.packing, feedback)
         return self._score_tokens.on_each(self._by_rank(batches)) if batches else ready({})
 
 
@@ -125,24 +138,25 @@ class SelfTeacher:
 
     def __init__(self, teacher: Teacher, actor: TrainerGroup):
         self.scores, self._actor = teacher.scores, actor
-        self._taught = TaughtPrompts(teacher)
+        self._prompts = ScoredPrompts(teacher)
 
     def select(self, data: PromptSet, config: Config) -> None:
         """Restrict the teacher to rows from its sources that have a privileged prompt."""
-        self._taught = TaughtPrompts.of(self._taught.teacher, data, config)
+        self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
 
-    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
-        """Return the log-probs as in TeacherGroup.score_tokens. The actor's weights must be on its devices."""
-        batches = self._taught.batches(samples, self._actor.packing)
-        policy = "reference" if self._taught.teacher.weights == "reference" else "old"
-        return self._actor.teacher_log_probs(policy, batches) if batches else ready({})
+    def score_tokens(
+        self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
+    ) -> Pending[Scores]:
+        """Return the scores as in TeacherGroup.score_tokens. The actor's weights must be on its devices."""
+        batches = self._prompts.batches(samples, self._actor.packing, feedback)
+        return self._actor.score_as_teacher(self._prompts.teacher.name, batches) if batches else ready({})
 
 
-def all_scores(
-    teachers: Sequence[TeacherGroup], samples: Sequence[SampleRef]
-) -> tuple[dict[str, Scores], dict[str, Metric]]:
-    """Return metrics, and each teacher's scores keyed by Teacher.scores. Teachers share devices, so they compute one
-    after another."""
-    begin = time.perf_counter()
-    scores = {teacher.scores: teacher.score_tokens(samples).result() for teacher in teachers}
-    return scores, {"teachers/seconds": Metric(time.perf_counter() - begin)}
+def scores_in_turn(
+    teachers: Sequence[TeacherGroup],
+    samples: Sequence[SampleRef],
+    feedback: Mapping[str, Scores] = MappingProxyType({}),
+) -> dict[str, Scores]:
+    """Return each teacher's scores keyed by Teacher.scores. Teachers share devices, so they compute one after another.
+    `feedback`: as in ScoredPrompts.batches."""
+    return {teacher.scores: teacher.score_tokens(samples, feedback).result() for teacher in teachers}

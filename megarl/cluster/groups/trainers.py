@@ -79,8 +79,8 @@ class TrainerRank(RankActor):
     def reference_log_probs(self, batch: LocalBatch) -> dict[str, Scores]:
         return self._keep_log_probs("reference", batch)
 
-    def teacher_log_probs(self, policy: Policy, batch: LocalBatch) -> Scores:
-        return put_scores(self._worker.teacher_log_probs(policy, batch))
+    def score_as_teacher(self, teacher: str, batch: LocalBatch) -> Scores:
+        return put_scores(self._worker.score_as_teacher(teacher, batch))
 
     def _keep_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, Scores]:
         return {name: put_scores(scores) for name, scores in self._worker.keep_log_probs(policy, batch).items()}
@@ -184,8 +184,8 @@ class TrainerGroup(RankGroup):
     @remote(timeout="passes", phase="reference log-probs", join=join_named_scores)
     def _reference_log_probs(self, batch: RankBatch) -> dict[str, Scores]: ...
 
-    @remote(timeout="passes", phase="teacher log-probs", join=join_by_sample)
-    def _teacher_log_probs(self, policy: Policy, batch: RankBatch) -> Scores: ...
+    @remote(timeout="passes", phase="self-teacher's pass", join=join_by_sample)
+    def _score_as_teacher(self, teacher: str, batch: RankBatch) -> Scores: ...
 
     @remote(timeout="update")
     def set_distillation_coefficient(self, coefficient: float) -> None:
@@ -355,10 +355,9 @@ class TrainerGroup(RankGroup):
         passes = [log_probs.on_each(self._by_rank(batches)) for batches in updates]
         return join(passes).then(join_named_scores)
 
-    def teacher_log_probs(self, policy: Policy, batches: Sequence[RankBatch]) -> Pending[Scores]:
-        """Submit a forward-only pass. The result maps sample ids to the policy's log-prob of each response token,
-        float32 [R]."""
-        return self._teacher_log_probs.on_each((policy, batch) for (batch,) in self._by_rank(batches))
+    def score_as_teacher(self, teacher: str, batches: Sequence[RankBatch]) -> Pending[Scores]:
+        """Submit the pass of a teacher without a path. See ActorWorker.score_as_teacher."""
+        return self._score_as_teacher.on_each((teacher, batch) for (batch,) in self._by_rank(batches))
 
     def differences(self, batches: Sequence[RankBatch], scoring: Scoring) -> Pending[dict[str, list[float]]]:
         """Compute the difference of each response token's log-prob, trainer minus engine, by sample id."""

@@ -66,7 +66,8 @@ def fullest_phase(
     always |= staging_parts(config, weights, gpus_per_node) | awake_reserve(config, shape)
     always |= draft_parts(config, draft) | teacher_parts(config, teachers or {}, gpu)
     if config.distills_exactly:
-        hidden_sizes = [ModelShape.of(teacher).hidden for teacher in (teachers or {}).values()]
+        with_heads = *(teachers or {}).values(), *[hf_config] * len(config.self_teachers)
+        hidden_sizes = [ModelShape.of(teacher).hidden for teacher in with_heads]
         always |= teacher_head_parts(config, ModelShape.of(hf_config).vocab, hidden_sizes, gpu)
     always |= _reserve(config, shape, trained, reward, gpu, gpus_per_node, teachers or {})
     loads = engine_loads(config, models, weights, always, sampling_reserve(config, shape))

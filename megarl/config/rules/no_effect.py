@@ -220,6 +220,11 @@ KEY_REQUIREMENTS = (
         {"algorithm.distillation.estimator": None, "algorithm.distillation.limit": None},
     ),
     _if_equal("algorithm.distillation.divergence=jsd", ("algorithm.distillation.beta",)),
+    KeyRequirement(
+        "rollout.prefix_share=0.5 or algorithm.distillation.on_policy_share=0.5",
+        lambda config: config.rollout.prefix_share > 0 or config.trains_given_responses,
+        {"data.response_column": None},
+    ),
     _if_set("algorithm.distillation.anneal_steps=100", {"algorithm.distillation.final_coefficient": 0.0}),
     KeyRequirement(
         "teachers.models=[{name: NAME, path: PATH}]",

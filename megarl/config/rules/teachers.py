@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
 
 
@@ -54,12 +55,16 @@ def teacher_sources_require_source_column(config: Config) -> Iterator[str]:
 
 def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
     for teacher in config.teachers.models:
-        if teacher.path is None and teacher.prompt_column is None:
+        if teacher.path is None and teacher.prompt_column is None and teacher.feedback is None:
             yield (
                 f"teachers.models: {teacher.name} with path=null and prompt_column=null: the teacher would see the "
-                "same prompts as the actor. Fix: set path, or set prompt_column to a column with prompts that contain "
-                "a hint. For a KL to the reference, set algorithm.kl.coefficient"
+                "same prompts as the actor. Fix: set path, set prompt_column to a column with prompts that contain a "
+                "hint, or set feedback to a reward function. For a KL to the reference, set algorithm.kl.coefficient"
             )
+
+
+def keys_of_a_teacher_have_an_effect(config: Config) -> Iterator[str]:
+    for teacher in config.teachers.models:
         if teacher.path is None and teacher.revision is not None:
             yield (
                 f"teachers.models: {teacher.name} with revision={teacher.revision}: has no effect with path=null. Fix: "
@@ -72,28 +77,117 @@ def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
             )
 
 
+def feedback_comes_from_a_reward_function(config: Config) -> Iterator[str]:
+    names = [entry.label for entry in config.rewards.functions]
+    for teacher in config.teachers.models:
+        if teacher.feedback is not None and teacher.feedback not in names:
+            yield (
+                f"teachers.models: {teacher.name} with feedback={teacher.feedback}: rewards.functions has no function "
+                f"with this name. Fix: use one of {', '.join(names) or 'its functions'}"
+            )
+
+
+def feedback_is_the_only_addition(config: Config) -> Iterator[str]:
+    for teacher in config.teachers.models:
+        if teacher.feedback is not None and teacher.prompt_column is not None:
+            yield (
+                f"teachers.models: {teacher.name} with feedback={teacher.feedback} and prompt_column="
+                f"{teacher.prompt_column}: the feedback is added to the row's own prompt. Fix: remove one of the two "
+                "keys, or add a second teacher"
+            )
+
+
+def feedback_is_on_single_responses(config: Config) -> Iterator[str]:
+    teacher = next((teacher for teacher in config.teachers.models if teacher.feedback is not None), None)
+    reasons = {
+        f"data.format={config.data.format}": config.is_offline,
+        f"environment.class={config.environment.name}": config.has_environment,
+    }
+    reason = next((key for key, applies in reasons.items() if applies), None)
+    if teacher is not None and reason is not None:
+        yield (
+            f"teachers.models: {teacher.name} with feedback={teacher.feedback}: with {reason}, reward functions do not "
+            f"score single responses to the row's prompt. Fix: remove feedback from {teacher.name}"
+        )
+
+
 def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
-    teacher = next((teacher for teacher in config.teachers.models if teacher.prompt_column is not None), None)
+    teacher = _first_with_prompts(config)
     if teacher is None:
         return
-    entry = f"teachers.models: {teacher.name} with prompt_column={teacher.prompt_column}"
     if config.is_offline:
         yield (
-            f"{entry}: with data.format={config.data.format}, teachers see the rows' own prompts. Fix: remove "
-            f"prompt_column from {teacher.name}"
+            f"{_with_column(teacher)}: with data.format={config.data.format}, teachers see the rows' own prompts. Fix: "
+            f"remove prompt_column from {teacher.name}"
         )
-        return
-    if config.data.is_procedural:
+    elif config.data.is_procedural:
         yield (
-            f"{entry}: data.source={config.data.source} has no such column. Fix: set data.source to a .jsonl or "
-            ".parquet file with this column"
+            f"{_with_column(teacher)}: data.source={config.data.source} has no such column. Fix: set data.source to a "
+            ".jsonl or .parquet file with this column"
         )
-    if config.has_environment and config.actor.experts.replay_routes:
+
+
+def prompt_columns_require_checked_rollouts(config: Config) -> Iterator[str]:
+    teacher = _first_with_prompts(config)
+    if teacher is not None and config.has_environment and config.actor.experts.replay_routes:
         yield (
-            f"{entry}: with actor.experts.replay_routes=true, megarl cannot check whether rollouts of "
+            f"{_with_column(teacher)}: with actor.experts.replay_routes=true, megarl cannot check whether rollouts of "
             f"environment.class={config.environment.name} start with the row's prompt. Fix: set "
             "actor.experts.replay_routes=false"
         )
+
+
+def _first_with_prompts(config: Config) -> Teacher | None:
+    return next((teacher for teacher in config.teachers.models if teacher.prompt_column is not None), None)
+
+
+def _with_column(teacher: Teacher) -> str:
+    return f"teachers.models: {teacher.name} with prompt_column={teacher.prompt_column}"
+
+
+def given_responses_need_a_column(config: Config) -> Iterator[str]:
+    if config.trains_given_responses and not config.is_offline and config.data.response_column is None:
+        yield (
+            f"{_share(config)}: the other prompts need responses, but data.response_column=null. Fix: set "
+            "data.response_column to a column with a response to each prompt"
+        )
+
+
+def given_responses_need_an_exact_divergence(config: Config) -> Iterator[str]:
+    if config.trains_given_responses and not config.is_offline and not config.algorithm.distillation.is_exact:
+        yield (
+            f"{_share(config)}: algorithm.distillation.divergence=sampled estimates the KL from tokens that the policy "
+            "sampled. Fix: set algorithm.distillation.divergence to forward_kl, reverse_kl or jsd"
+        )
+
+
+def given_responses_have_no_rewards(config: Config) -> Iterator[str]:
+    if not config.trains_given_responses or config.is_offline:
+        return
+    estimator = config.algorithm.advantage.estimator
+    if config.has_rewards:
+        yield (
+            f"{_share(config)}: given responses are trained only with the divergence from the teachers, but the run "
+            "has rewards. Fix: set rewards.functions=[] and remove other rewards, or set "
+            "algorithm.distillation.on_policy_share=1"
+        )
+    elif estimator != "policy_gradient":
+        yield (
+            f"{_share(config)}: without rewards, algorithm.advantage.estimator={estimator} has no effect on the "
+            "samples, and given responses have no group. Fix: set algorithm.advantage.estimator=policy_gradient"
+        )
+
+
+def given_responses_are_not_offline(config: Config) -> Iterator[str]:
+    if config.trains_given_responses and config.is_offline:
+        yield (
+            f"{_share(config)}: with data.format={config.data.format}, no responses are sampled. Fix: set "
+            "algorithm.distillation.on_policy_share=1, or set data.format=prompts"
+        )
+
+
+def _share(config: Config) -> str:
+    return f"algorithm.distillation.on_policy_share={config.algorithm.distillation.on_policy_share:g}"
 
 
 def exact_divergence_is_in_the_loss(config: Config) -> Iterator[str]:
@@ -116,23 +210,22 @@ def exact_divergence_covers_the_vocabulary(config: Config) -> Iterator[str]:
         )
 
 
-def exact_divergence_requires_other_models(config: Config) -> Iterator[str]:
-    for teacher in config.self_teachers if config.algorithm.distillation.is_exact else ():
-        yield (
-            f"algorithm.distillation.divergence={config.algorithm.distillation.divergence}: exact divergences are "
-            f"not supported for teachers without a path, such as {teacher.name}. Fix: set path, or set "
-            "algorithm.distillation.divergence=sampled"
-        )
-
-
 RULES = (
     teachers_have_distinct_names,
     teachers_without_a_path_see_another_prompt,
+    keys_of_a_teacher_have_an_effect,
+    feedback_comes_from_a_reward_function,
+    feedback_is_the_only_addition,
+    feedback_is_on_single_responses,
     prompt_columns_require_rows_of_files,
+    prompt_columns_require_checked_rollouts,
     distillation_alone_needs_no_rounds,
     distillation_alone_does_not_end,
     teacher_sources_require_source_column,
+    given_responses_need_a_column,
+    given_responses_need_an_exact_divergence,
+    given_responses_have_no_rewards,
+    given_responses_are_not_offline,
     exact_divergence_is_in_the_loss,
     exact_divergence_covers_the_vocabulary,
-    exact_divergence_requires_other_models,
 )

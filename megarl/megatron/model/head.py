@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.algorithms.kl import UNTAUGHT
+from megarl.algorithms.kl import UNSCORED
 from megarl.megatron.model.mtp import MtpInput, mtp_of
 from megarl.models.classifier import ScoreHead, score_head_of
 from megarl.models.shape import ModelShape
@@ -31,7 +31,7 @@ from megarl.ops.packed_attention import take
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtRows:
+class ScoredRows:
     """The requested rows that a teacher scores.
 
     Attributes:
@@ -52,14 +52,14 @@ class HeadRequest:
         targets: int64 [N], the token to score at each row.
         candidate_ids: int64 [N, K], candidate tokens, as in TokenBatch; None means the full vocabulary.
         mtp: the input of the MTP layer; None if it is not trained in this pass.
-        teachers: the rows that each teacher scores; empty if the pass computes no divergence.
+        scored_rows: the rows that each teacher scores; empty if the pass computes no divergence.
     """
 
     rows: torch.Tensor
     targets: torch.Tensor
     candidate_ids: torch.Tensor | None = None
     mtp: MtpInput | None = None
-    teachers: Sequence[TaughtRows] = ()
+    scored_rows: Sequence[ScoredRows] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class LogProbHead(ColumnParallelLinear):
     Attributes:
         returns_hidden: whether to return the rows' hidden states instead, [N, 1, h] in the model's dtype.
         value_head: optional head that adds a third column, the value.
-        teachers: the teachers' output layers; None without an exact divergence. If the request has teachers, one column
-            per teacher follows: the divergence, or UNTAUGHT in rows that the teacher does not score.
+        teachers: the teachers' output layers; None without an exact divergence. If the request has scored rows,
+            one column per teacher follows: the divergence, or UNSCORED in rows that the teacher does not score.
         predict_second: maps the input and MtpInput to the hidden states that predict the tokens after the next ones;
             None if the model has no MTP layer. If it is trained, the last column is w·(−log-prob) of these tokens.
     """
@@ -132,16 +132,16 @@ class LogProbHead(ColumnParallelLinear):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return log-prob and entropy, float32 [N, 2], and the divergence from each teacher, float32 [N, 1]."""
         targets = request.targets
-        if len(request.teachers) == 1 and len(request.teachers[0].rows) == len(targets) > 0:
+        if len(request.scored_rows) == 1 and len(request.scored_rows[0].rows) == len(targets) > 0:
             # Exact divergences exclude candidate tokens.
-            scored = self._divergence(hidden, weight, 0, request.teachers[0].states, targets)
+            scored = self._divergence(hidden, weight, 0, request.scored_rows[0].states, targets)
             return scored[:, :2], [scored[:, 2:]]
         columns = []
-        for number, teacher in enumerate(request.teachers):
-            column = torch.full(targets.shape, UNTAUGHT, device=targets.device)
-            if len(teacher.rows):
-                taught = self._divergence(take(hidden, teacher.rows), weight, number, teacher.states)
-                column = column.index_copy(0, teacher.rows, taught)
+        for number, part in enumerate(request.scored_rows):
+            column = torch.full(targets.shape, UNSCORED, device=targets.device)
+            if len(part.rows):
+                values = self._divergence(take(hidden, part.rows), weight, number, part.states)
+                column = column.index_copy(0, part.rows, values)
             columns.append(column[:, None])
         return self._log_prob_and_entropy(hidden, weight, targets, request.candidate_ids), columns
 
@@ -266,6 +266,19 @@ def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
     return take(hidden[:, 0], rows).float()
+
+
+@contextmanager
+def returning_hidden(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Return a context manager within which language model heads return hidden states. The chunks may be wrapped."""
+    heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
+    for head in heads:
+        head.returns_hidden = True
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.returns_hidden = False
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from megarl.core import device
 from megarl.core.token_batch import TeacherStates, TokenBatch
 from megarl.megatron.context_parallel import ContextShares, context_shares, sum_over_ranks
-from megarl.megatron.model.head import HeadRequest, TaughtRows
+from megarl.megatron.model.head import HeadRequest, ScoredRows
 from megarl.megatron.model.layer_spec import PackedDocuments, uses_transformer_engine
 from megarl.megatron.model.mtp import MtpInput
 from megarl.megatron.routes import Routes
@@ -68,7 +68,7 @@ class ModelInput:
             tokens=batch.tokens[shares.local][None],
             positions=batch.positions[shares.local][None],
             attention=attention,
-            head=HeadRequest(places, rows.targets, rows.candidate_ids, mtp, _taught_rows(batch, numbers)),
+            head=HeadRequest(places, rows.targets, rows.candidate_ids, mtp, _scored_rows(batch, numbers)),
             routes=Routes.of(batch, shares.local, sequence_parallel),
             rows=rows,
             row_numbers=numbers,
@@ -82,7 +82,7 @@ class ModelInput:
         return sum_over_ranks(assembled)
 
 
-def _taught_rows(batch: TokenBatch, numbers: torch.Tensor) -> list[TaughtRows]:
+def _scored_rows(batch: TokenBatch, numbers: torch.Tensor) -> list[ScoredRows]:
     """Return this rank's rows that each teacher scores, on the device. `numbers`: int64 [N'], the batch rows that this
     rank holds, ascending."""
     if not batch.teacher_states:
@@ -90,12 +90,12 @@ def _taught_rows(batch: TokenBatch, numbers: torch.Tensor) -> list[TaughtRows]:
     index = torch.full((len(batch.rows),), -1)
     index[numbers.cpu()] = torch.arange(len(numbers))
 
-    def held(teacher: TeacherStates) -> TaughtRows:
+    def held(teacher: TeacherStates) -> ScoredRows:
         states = torch.cat(teacher.parts) if teacher.parts else torch.empty(0, 0)
         rows = index[teacher.rows]
         if not (is_held := rows >= 0).all():
             rows, states = rows[is_held], states[is_held]
-        return TaughtRows(device.send(rows, numbers.device), device.send(states, numbers.device))
+        return ScoredRows(device.send(rows, numbers.device), device.send(states, numbers.device))
 
     return list(map(held, batch.teacher_states))
 

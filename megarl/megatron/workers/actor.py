@@ -37,6 +37,7 @@ from megarl.megatron.configured_losses import (
     configured_imitation_loss,
     configured_policy_loss,
     configured_preference_loss,
+    on_sampled_tokens,
     with_distillation_loss,
     with_mtp_loss,
 )
@@ -45,10 +46,10 @@ from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import ChangedShare
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.build import adapter_parameters
-from megarl.megatron.model.head import LogProbHead, scored_at
+from megarl.megatron.model.head import LogProbHead, returning_hidden, scored_at
 from megarl.megatron.model.mtp import has_trained_mtp, shared_embedding
 from megarl.megatron.routes import model_of
-from megarl.megatron.teacher_heads import load_teacher_heads
+from megarl.megatron.teacher_heads import copy_output_weight, load_teacher_heads
 from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.trust_region import take_step
@@ -69,7 +70,8 @@ class ActorWorker(TrainerWorker):
         self._changed_share = ChangedShare(self.optimizer, device.device())
         if config.distills_exactly and parallel.is_last_stage(None):
             head: Any = model_of(self.chunks[-1]).output_layer
-            folders = [Path(path) for _, path in config.placed_teachers]
+            paths = [teacher.path for teacher in config.teachers.models]
+            folders = [None if path is None else Path(path) for path in paths]
             load_teacher_heads(head, folders, config.algorithm.distillation, self.dtype)
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
@@ -95,6 +97,8 @@ class ActorWorker(TrainerWorker):
     @property
     def loss(self) -> Loss:
         loss, coefficient = self._loss_of_objective, self._config.actor.mtp.loss_coefficient
+        if self._config.trains_given_responses:
+            loss = on_sampled_tokens(loss)
         if self._config.distills_exactly and self._teachers:
             loss = with_distillation_loss(loss, self._distillation, self._teachers)
         return with_mtp_loss(loss, coefficient) if coefficient and has_trained_mtp(self.chunks) else loss
@@ -165,15 +169,22 @@ class ActorWorker(TrainerWorker):
             return {}
         return {name: {sample: score.cpu() for sample, score in scores.items()} for name, scores in kept.items()}
 
-    def teacher_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Run a forward-only pass, without replayed routes, on samples with privileged prompts. Return sample id -> the
-        policy's log-prob of each response token, float32 [R] on the host. One rank per data-parallel replica returns
-        the log-probs."""
-        with self._weights_of(policy):
-            scored = self._forward(batch, replays=False)
+    def score_as_teacher(self, teacher: str, batch: LocalBatch) -> dict[str, torch.Tensor]:
+        """Run the forward-only pass of a teacher without a path, without replayed routes, on samples with privileged
+        prompts. Return sample id -> log-prob of each response token, float32 [R] on the host. For an exact divergence,
+        return the final hidden states, [R, h], as in TeacherWorker.score_tokens, and keep the output layer's weight
+        until the next pass. One rank per data-parallel replica returns the scores."""
+        models = self._config.teachers.models
+        number = next(index for index, model in enumerate(models) if model.name == teacher)
+        is_exact = self._config.distills_exactly
+        with self._weights_of("reference" if models[number].weights == "reference" else "old"):
+            if is_exact and parallel.is_last_stage(None):
+                copy_output_weight(model_of(self.chunks[-1]), number)
+            with returning_hidden(self.chunks) if is_exact else nullcontext():
+                scored = self._forward(batch, replays=False, to_host=True)
         if not parallel.returns_results():
             return {}
-        return {name: columns[:, 0].cpu() for name, columns in scored.items()}
+        return scored if is_exact else {name: columns[:, 0] for name, columns in scored.items()}
 
     def differences(self, batch: LocalBatch, scoring: Scoring) -> dict[str, list[float]]:
         """Return sample id -> the trainer's log-prob minus the engine's for each response token. Runs a forward-only

@@ -32,7 +32,7 @@ from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import begin_main_weights, main_grad, rounded_parameters
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.model.build import adapter_parameters, named_parameters, named_weights
-from megarl.megatron.muon import Muon
+from megarl.megatron.muon import add_muon
 from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
 from megarl.megatron.offload import Offload, Part
 from megarl.megatron.optimizer import build_optimizer, optimizer_config, set_rates
@@ -68,7 +68,7 @@ class TrainerWorker(WeightSource, ABC):
         self.optimizer = build_optimizer(settings, self.chunks, self.dtype, without_decay)
         self._begin_main_weights(rounded_parameters(self.optimizer, trained))
         if settings.optimizer.name == "muon":
-            Muon(self.optimizer, trained, self.holder, settings.optimizer.momentum, self.dtype)
+            add_muon(self.optimizer, trained, self.holder, settings.optimizer.momentum, self.dtype)
         self._offload = Offload(self.chunks, self.optimizer)
         self._weight_snapshots = WeightSnapshots(named_weights(self.chunks))
         self.num_updates = 0

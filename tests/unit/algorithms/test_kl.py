@@ -174,7 +174,7 @@ def test_distillation_matches_worked_example():
     """Two teachers: 0.5·K(d₁) + 2·K(d₂) with k1 and a limit of 3. The first teacher has no part in the third token. The
     last token is masked and not finite."""
     log_prob = torch.tensor([-1.0, -2.0, -1.0, -1.0])
-    teachers = torch.tensor([[-2.0, -0.5], [-6.0, -2.0], [kl.UNTAUGHT, -1.25], [torch.nan, -torch.inf]])
+    teachers = torch.tensor([[-2.0, -0.5], [-6.0, -2.0], [kl.UNSCORED, -1.25], [torch.nan, -torch.inf]])
     mask = torch.tensor([True, True, True, False])
     actual = kl.distillation(log_prob, teachers, mask, weights=[0.5, 2.0], estimator="k1", limit=3.0)
     assert actual.tolist() == [0.5 * 1.0 + 2 * -0.5, 0.5 * 3.0, 2 * 0.25, 0.0]

@@ -129,7 +129,7 @@ def test_prompt_is_shared_only_if_its_routes_agree(alike):
     assert first.num_tokens == (8 if alike else 5)
 
 
-def test_teacher_states_belong_to_the_rows_of_taught_samples():
+def test_teacher_states_belong_to_the_rows_of_scored_samples():
     refs = [training_sample(name, "p", [11], [21] * n) for name, n in (("a", 3), ("b", 1), ("c", 2))]
     states = {"a": torch.randn(3, 5), "c": torch.randn(2, 5), "other": torch.randn(9, 5)}
     found = teacher_states(refs, states)

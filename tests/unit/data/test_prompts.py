@@ -490,3 +490,49 @@ def test_row_without_teacher_and_reward_is_rejected(model_folder, tmp_path):
         UserError, match=r"rows.jsonl:2: no teacher in teachers.models lists 'code' \(the row's 'kind'\)"
     ):
         load_with("[physics]")
+
+
+GIVEN = (
+    "teachers.models=[{name: t, path: x}]",
+    *("algorithm.distillation={divergence: jsd, placement: loss, on_policy_share: 0.5}", "rewards.functions=[]"),
+    *("algorithm.advantage.estimator=policy_gradient", "data.response_column=solution"),
+)
+
+
+def answered(folder, *solutions, chat_template=True, overlong="refuse"):
+    path = folder / "rows.jsonl"
+    rows = ({"prompt": "a", "answer": 1} | ({} if s is None else {"solution": s}) for s in solutions)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template, limits = f"data.chat_template={chat_template}", "rollout={max_new_tokens: 16, context_length: 40}"
+    return load(BASE, ["model.path=m", f"data.source={path}", *GIVEN, template, f"data.overlong={overlong}", limits])
+
+
+def test_given_responses_continue_their_prompts(model_folder, tmp_path):
+    """Messages of other roles are not trained on. Evaluation sets have no given responses."""
+    roles = [("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    config = answered(tmp_path, "b c", [{"role": role, "content": text} for role, text in roles])
+    data = load_prompts(config, model_folder)
+    text, messages = (data.responses[prompt.id] for prompt in data.prompts)
+    decode = tiny_tokenizer().decode
+    assert decode(text.token_ids) == "b c<eos>" and text.mask.all() and text.text == "b c"
+    assert decode(messages.token_ids) == "b<eos><|user|>c<eos><|assistant|>d<eos>"
+    assert decode(messages.token_ids[messages.mask]) == "b<eos>d<eos>"
+    plain = load_prompts(answered(tmp_path, "b c", chat_template=False), model_folder)
+    assert [decode(response.token_ids) for response in plain.responses.values()] == ["b c<eos>"]
+    evaluated = load_prompts(config_of_set(config, EvaluationSet(name="set")), model_folder)
+    assert evaluated.responses == {} and evaluated.data_hash != data.data_hash
+
+
+def test_prompt_without_a_given_response_is_rejected(model_folder, tmp_path):
+    for missing in ("", [], None):
+        message = r"rows.jsonl:2: (column 'solution' \(data.response_column\): the prompt has no resp|missing column)"
+        with pytest.raises(UserError, match=message):
+            load_prompts(answered(tmp_path, "b", missing), model_folder)
+
+
+def test_overlong_given_responses_follow_the_policy(model_folder, tmp_path):
+    solutions = ("b" * 16, "b" * 15)
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .* the response has 17 tokens, but rollout.max_new_tokens=16"):
+        load_prompts(answered(tmp_path, *solutions), model_folder)
+    data = load_prompts(answered(tmp_path, *solutions, overlong="drop"), model_folder)
+    assert [*data.responses] == ["rows.jsonl:2"] and data.num_dropped == 1

@@ -12,7 +12,12 @@ from megarl.core.sample import Sample
 from megarl.core.score import NO_BASELINE
 from megarl.data.collate import collate
 from megarl.megatron.advantages import with_advantages
-from megarl.megatron.configured_losses import configured_policy_loss, configured_value_loss, with_distillation_loss
+from megarl.megatron.configured_losses import (
+    configured_policy_loss,
+    configured_value_loss,
+    on_sampled_tokens,
+    with_distillation_loss,
+)
 from megarl.megatron.metric_sums import read
 from megarl.megatron.token_selection import _draw
 from megarl.step.metrics import add_explained_variance
@@ -150,3 +155,31 @@ def test_exact_divergences_are_added_and_measured(excludes):
     metrics, expected = read(loss.metrics(batch, terms)), read(plain.metrics(batch, before))
     assert {k: metrics[f"kl/teacher_{k}"].value for k in "ab"} == pytest.approx({"a": 1.75 / 3, "b": 2.0})
     assert metrics["policy/loss"].value == pytest.approx(expected["policy/loss"].value + added)
+
+
+def test_given_responses_are_only_distilled():
+    """All other terms and metrics are those of a batch without the given response, whose log-probs under the engine are
+    unknown, so that no tolerance excludes its tokens."""
+    overrides = ["model.path=m", "data.source=arithmetic", "algorithm.objective.entropy_coefficient=0.1"]
+    teachers = ["teachers.models=[{name: a, path: x}]", "algorithm.distillation={divergence: jsd, placement: loss}"]
+    tolerance = "logprob_check={action: mask, mask: token, threshold: 1.0}"
+    config = load(BASE, [*overrides, *teachers, tolerance])
+    refs = []
+    for name, trained in {"1.0.0": (True, False, True), "1.1.given": (True, True)}.items():
+        run = (VersionRun(0, len(trained)),)
+        logprobs = (-1.0 if name == "1.0.0" else 0.0,) * len(trained)
+        sample = Sample(name, Prompt(name, "", (7, 8)), (9,) * len(trained), logprobs, trained, run, "stop", "")
+        refs.append(training_ref(sample, 1.0, NO_BASELINE, 0.5))
+    both, sampled = (with_advantages(config.algorithm, [collate(part, packing())])[0] for part in (refs, refs[:1]))
+    scored = torch.tensor([[-1.5, 2.0], [-1.0, 3.0], [-0.5, 4.0], [-3.0, 5.0], [-4.0, 6.0]])
+    divergences = torch.tensor([[0.25], [torch.nan], [0.5], [1.0], [2.0]])
+    plain = configured_policy_loss(config.algorithm, config.tolerance, 0.0)
+    loss = with_distillation_loss(on_sampled_tokens(plain), config.algorithm.distillation, config.teachers.models)
+    terms, expected = loss.terms(both, torch.cat((scored, divergences), -1)), plain.terms(sampled, scored[:3])
+    assert float(terms.loss) == pytest.approx(float(expected.loss) + 0.5 * (0.25 + 0.5 + 1.0 + 2.0))
+    metrics, others = read(loss.metrics(both, terms)), read(plain.metrics(sampled, expected))
+    assert metrics.pop("kl/teacher_a").value == pytest.approx(3.75 / 4)
+    assert metrics.pop("policy/loss").value == pytest.approx(others["policy/loss"].value + 0.5 * 3.75)
+    assert {name: metric.value for name, metric in metrics.items()} == pytest.approx(
+        {name: metric.value for name, metric in others.items() if name != "policy/loss"}
+    )

@@ -12,7 +12,7 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.timing import Stopwatch
 from megarl.step.metrics import add_effective_sample_size, step_metrics, update_rate
-from tests.paths import QUICKSTART
+from tests.paths import BASE, QUICKSTART
 
 
 def remote_sample(*runs: tuple[int, int]) -> SampleRef:
@@ -71,3 +71,17 @@ def test_draft_metrics_weight_samples_by_their_passes():
     assert metrics["rollout/accepted_length_mean"] == pytest.approx(1 + 4 / 5)
     without = step_metrics(load(QUICKSTART), [[one]], Stopwatch(), version=7)
     assert not any("draft" in name or "accepted" in name for name in without)
+
+
+def test_given_responses_are_not_counted_as_samples():
+    distillation = "algorithm.distillation={divergence: jsd, placement: loss, on_policy_share: 0.5}"
+    alone = ("algorithm.advantage.estimator=policy_gradient", "rewards.functions=[]")
+    teachers = ("data={source: rows.jsonl, response_column: solution}", "teachers.models=[{name: t, path: x}]")
+    config = load(BASE, ["model.path=m", *alone, *teachers, distillation])
+    sampled = replace(remote_sample((6, 3)), rollout_id="7.0.0")
+    given = replace(remote_sample((2, 9)), rollout_id="7.1.given")
+    metrics = step_metrics(config, [[sampled], [given]], Stopwatch(), version=7)
+    assert metrics["distillation/on_policy_frac"] == 0.5
+    assert metrics["response/length_mean"] == metrics["response/length_max"] == 3
+    assert metrics["weights/staleness_max"] == 0
+    assert "response/length_mean" not in step_metrics(config, [[given]], Stopwatch(), version=7)

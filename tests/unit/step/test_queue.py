@@ -17,7 +17,7 @@ from megarl.core.checkpoint import FORMAT, FileRecord
 from megarl.core.prompt import Prompt
 from megarl.core.sample import SampleRef
 from megarl.data.cursor import PromptCursor
-from megarl.data.prompts import PromptSet
+from megarl.data.prompts import GivenResponse, PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.rollout.router import Aborted
 from megarl.run.context import RunContext
@@ -96,7 +96,9 @@ class Submitted:
         return SampleRef(name, prompt, 1, 1, 1, "stop", self.begun, self.ended, rollout_id=name, sample=request.seed)
 
 
-def queue_of(config, rollouts: Rollouts, state: RunState, saves: Saves | None = None) -> RolloutQueue:
+def queue_of(
+    config, rollouts: Rollouts, state: RunState, saves: Saves | None = None, data: PromptSet = DATA
+) -> RolloutQueue:
     rewards = SimpleNamespace(listener=None, forget=rollouts.forgotten.extend)
     if saves is not None:
         for name in ("save_groups", "load_groups", "begin_finished", "load_finished"):
@@ -104,13 +106,15 @@ def queue_of(config, rollouts: Rollouts, state: RunState, saves: Saves | None = 
     folder = Path("unused") if saves is None else saves.folder
     finished = FinishedRollouts(config, rewards, folder, {"data": "hash", "code": []}, reproduces=True)
     workers = SimpleNamespace(engines=rollouts, environments=None, rewards=rewards)
-    return RolloutQueue(config, workers, DATA, state, finished)
+    return RolloutQueue(config, workers, data, state, finished)
 
 
-def attempt(config, rollouts: Rollouts, state: RunState, until: int) -> tuple[list[list[SampleRef]], list[str]]:
+def attempt(
+    config, rollouts: Rollouts, state: RunState, until: int, data: PromptSet = DATA
+) -> tuple[list[list[SampleRef]], list[str]]:
     """Run up to the step `until`. Return the samples that each step trained on, and the state after each step as a
     checkpoint stores it."""
-    queue, trained, states = queue_of(config, rollouts, state), [], []
+    queue, trained, states = queue_of(config, rollouts, state, data=data), [], []
     while state.step < until:
         state.step += 1
         rollouts.version = state.step - 1
@@ -446,3 +450,33 @@ def test_run_without_correction_warns():
     assert len(describe(config_of(2))) == 1
     assert "without a correction" in describe(config_of(2, "algorithm.correction.weight=null"))[1]
     assert "without a correction" in describe(config_of(2, "algorithm.correction.old=rollout"))[1]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_given_responses_need_no_engine(monkeypatch, max_staleness):
+    """Each row is trained once, with its response or with samples. A run that resumes repeats the decisions."""
+    monkeypatch.setattr("megarl.step.queue.put_sample", lambda sample: SampleRef.of(sample, sample))
+    distillation = "algorithm.distillation={divergence: jsd, placement: loss, on_policy_share: 0.75}"
+    alone = ("algorithm.advantage.estimator=policy_gradient", "rewards.functions=[]", "data.source=rows.jsonl")
+    teachers = ("teachers.models=[{name: t, path: x}]", distillation, "data.response_column=solution")
+    config = config_of(max_staleness, *alone, *teachers)
+    responses = {p.id: GivenResponse((int(p.id), 1), (True, False), f"text {p.id}") for p in DATA.prompts}
+    data = replace(DATA, responses=responses)
+
+    def run(state: RunState, until: int) -> tuple[list[list[SampleRef]], list[str], Rollouts]:
+        rollouts = Rollouts(random.Random(state.step))
+        return *attempt(config, rollouts, state, until, data), rollouts
+
+    trained, states, rollouts = run(fresh(), STEPS)
+    items = [item for step in trained for item in step]
+    given = {int(item.prompt_id): item for item in items if item.is_given}
+    drawn = {row for row in range(STEPS * PER_STEP) if random.Random(f"{config.run.seed}.given.{row}").random() >= 0.75}
+    assert given.keys() == drawn and len(drawn) > 3 and not drawn & set(rollouts.begun)
+    assert sorted({int(item.prompt_id) for item in items}) == list(range(STEPS * PER_STEP))
+    assert len(items) == SAMPLES * STEPS * PER_STEP - (SAMPLES - 1) * len(drawn)
+    for row, item in given.items():
+        assert item.id.count(".") == 2 and item.id.endswith(".given") and item.num_trained_tokens == 1
+        assert item.sample.response_ids.tolist() == [row, 1] and item.sample.text == f"text {row}"
+    again, _, _ = run(RunState.restore(json.loads(states[5]), config, data), STEPS)
+    rest = {int(item.prompt_id) for step in again for item in step if item.is_given}
+    assert rest == {row for row in drawn if row in {int(item.prompt_id) for step in again for item in step}} != set()

@@ -128,13 +128,13 @@ def test_teachers_remain_unless_offloaded(offload: bool):
 
 
 def test_exact_divergence_keeps_output_layers_on_last_stage():
-    """QWEN_1_5B has 151,936 tokens and a hidden size of 1,536."""
-    keys = ["teachers.models=[{name: a, path: x}, {name: b, path: y}]", "rollout={replicas: 4, kv_cache_gib: 1}"]
+    """QWEN_1_5B has 151,936 tokens and a hidden size of 1,536. One of the teachers is the policy itself."""
+    keys = ["teachers.models=[{name: a, path: x}, {name: b, prompt_column: hint}]", "data.source=rows.jsonl"]
+    keys += ["rollout={replicas: 4, kv_cache_gib: 1}"]
     keys += ["actor.layout={tp: 2, pp: 2, sequence_parallel: true}"]
     keys += ["algorithm.distillation={divergence: jsd, placement: loss}"]
-    models = dict.fromkeys("ab", QWEN_1_5B)
     found = [
-        fullest_phase(config(*keys), QWEN_1_5B, {"actor": QWEN_1_5B}, None, gpu, 8, teachers=models).parts
+        fullest_phase(config(*keys), QWEN_1_5B, {"actor": QWEN_1_5B}, None, gpu, 8, teachers={"a": QWEN_1_5B}).parts
         for gpu in range(4)
     ]
     sizes = [parts.get("actor: teachers' output layers") for parts in found]

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.config.rules.recipes import errors, recipe
 
 TEACHERS = "teachers.models=[{name: math, path: large}, {name: code, path: larger, weight: 0.5}]"
-SHOWN = "teachers.models=[{name: math, path: large, prompt_column: null, revision:...: has no effect unless "
+SHOWN = "teachers.models=[{feedback: null, name: math, path: large, prompt_column:...: has no effect unless "
 ALONE = "rewards.functions=[]"
 OFFLINE = (
     *("algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"),
@@ -41,11 +41,23 @@ def test_exact_divergences_work_with_fine_tuning() -> None:
 
 
 def test_actor_reads_teachers_from_their_folders() -> None:
-    teachers = recipe(TEACHERS).teachers.in_folders({"math": Path("/models/a"), "code": Path("/models/b")})
+    models = "{name: math, path: large}, {name: hinted, prompt_column: hint}, {name: code, path: larger, weight: 0.5}"
+    folders = {"math": Path("/models/a"), "code": Path("/models/b")}
+    teachers = recipe(f"teachers.models=[{models}]", ROWS).teachers.in_folders(folders)
     assert [(item.path, item.revision, item.weight) for item in teachers.models] == [
         ("/models/a", None, 1.0),
+        (None, None, 1.0),
         ("/models/b", None, 0.5),
     ]
+
+
+GIVEN = "algorithm.distillation={divergence: jsd, placement: loss, on_policy_share: 0.5}"
+GRADIENT, RESPONSES = "algorithm.advantage.estimator=policy_gradient", "data.response_column=solution"
+
+
+def test_prompts_may_be_trained_with_given_responses() -> None:
+    config = recipe(TEACHERS, GIVEN, ALONE, GRADIENT, RESPONSES, ROWS)
+    assert config.trains_given_responses and not recipe(TEACHERS).trains_given_responses
 
 
 SELF = "teachers.models=[{name: hinted, prompt_column: hint}]"
@@ -123,6 +135,18 @@ def test_null_removes_the_teachers() -> None:
             "teachers.models: a with path=null and prompt_column=null: the teacher would see the same prompts as the",
         ),
         (
+            ["teachers.models=[{name: a, feedback: check}]"],
+            "teachers.models: a with feedback=check: rewards.functions has no function with this name. Fix: use one of",
+        ),
+        (
+            ["teachers.models=[{name: a, feedback: exact_match, prompt_column: hint}]", ROWS],
+            "teachers.models: a with feedback=exact_match and prompt_column=hint: the feedback is added to the row's",
+        ),
+        (
+            ["teachers.models=[{name: a, feedback: exact_match}]", "environment.class=game.py:Game"],
+            "teachers.models: a with feedback=exact_match: with environment.class=game.py:Game, reward functions do",
+        ),
+        (
             ["teachers.models=[{name: a, prompt_column: hint, revision: v1}]", ROWS],
             "teachers.models: a with revision=v1: has no effect with path=null. Fix: set path, or remove revision",
         ),
@@ -163,10 +187,6 @@ def test_null_removes_the_teachers() -> None:
             [TEACHERS, "algorithm.distillation={divergence: forward_kl, placement: loss, beta: 0.1}"],
             "algorithm.distillation.beta=0.1: has no effect unless algorithm.distillation.divergence=jsd.",
         ),
-        (
-            [SELF, ROWS, "algorithm.distillation={divergence: reverse_kl, placement: loss}"],
-            "algorithm.distillation.divergence=reverse_kl: exact divergences are not supported for teachers",
-        ),
         (["teachers.layout.tp=2"], "teachers.layout.tp=2: has no effect unless teachers.models=[{name: NAME"),
         (
             [TEACHERS, "teachers.tokens_per_microbatch=255"],
@@ -184,6 +204,30 @@ def test_null_removes_the_teachers() -> None:
         (
             [TEACHERS, "algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"],
             f"{SHOWN}data.format=prompts (or, with algorithm.objective.name=sft, algorithm.distillation.divergence=j",
+        ),
+        (
+            [TEACHERS, GIVEN, ALONE, GRADIENT, ROWS],
+            "algorithm.distillation.on_policy_share=0.5: the other prompts need responses, but data.response_column=",
+        ),
+        (
+            [TEACHERS, GIVEN, "algorithm.distillation.divergence=sampled", ALONE, GRADIENT, ROWS, RESPONSES],
+            "algorithm.distillation.on_policy_share=0.5: algorithm.distillation.divergence=sampled estimates the KL",
+        ),
+        (
+            [TEACHERS, GIVEN, GRADIENT, ROWS, RESPONSES],
+            "algorithm.distillation.on_policy_share=0.5: given responses are trained only with the divergence from",
+        ),
+        (
+            [TEACHERS, GIVEN, ALONE, ROWS, RESPONSES],
+            "algorithm.distillation.on_policy_share=0.5: without rewards, algorithm.advantage.estimator=grpo has no",
+        ),
+        (
+            [TEACHERS, *OFFLINE, "algorithm.distillation.on_policy_share=0.5"],
+            "algorithm.distillation.on_policy_share=0.5: with data.format=messages, no responses are sampled. Fix:",
+        ),
+        (
+            [ROWS, RESPONSES],
+            "data.response_column=solution: has no effect unless rollout.prefix_share=0.5 or algorithm.disti",
         ),
         (
             ["teachers.models=[{name: a, path: x, sources: [math]}]", *OFFLINE],
