@@ -154,7 +154,7 @@ class Config(Section):
     def _usual_distillation(self) -> Self:
         """Resolve algorithm.distillation.estimator=null. See `distillation_estimator`."""
         distillation = self.algorithm.distillation
-        if distillation.estimator is not None or not self.teachers.models or distillation.is_exact:
+        if distillation.estimator is not None or not self.teachers.models or not distillation.is_sampled:
             return self
         usual = distillation.model_copy(update={"estimator": distillation_estimator(distillation.placement)})
         return self.model_copy(update={"algorithm": self.algorithm.model_copy(update={"distillation": usual})})
@@ -274,11 +274,16 @@ class Config(Section):
         return self.has_teachers and self.algorithm.distillation.is_exact
 
     @property
+    def compares_distributions(self) -> bool:
+        """Whether the loss includes a divergence from the teachers that the actor's head computes."""
+        return self.has_teachers and not self.algorithm.distillation.is_sampled
+
+    @property
     def may_have_teachers(self) -> bool:
-        """Whether the actor can learn from teachers. A sampled divergence requires a policy objective; an exact one
-        also works in supervised fine-tuning."""
+        """Whether the actor can learn from teachers. A sampled divergence requires a policy objective; the others also
+        work in supervised fine-tuning."""
         objective = self.algorithm.objective.spec
-        imitates = isinstance(objective, ImitationObjective) and self.algorithm.distillation.is_exact
+        imitates = isinstance(objective, ImitationObjective) and not self.algorithm.distillation.is_sampled
         return imitates or (objective.is_policy_objective and not self.is_offline)
 
     @property

@@ -1,4 +1,4 @@
-"""The teachers' output layers on the actor's last stage, for exact divergences."""
+"""The divergence from teachers on the actor's last stage and, for exact divergences, the teachers' output layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megarl.config.algorithm_schema import Distillation
 from megarl.core import device
-from megarl.megatron.model.head import LogProbHead, TeacherHeads
+from megarl.megatron.model.head import LogProbHead, TeacherDivergence
 from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, output_rows_holder
@@ -18,16 +18,18 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 
 
-def load_teacher_heads(
+def prepare_divergence(
     head: LogProbHead, folders: Sequence[Path], distillation: Distillation, dtype: torch.dtype
 ) -> None:
-    """Load the teachers' output weights from these folders into the actor's head. Each rank reads the rows for the
-    tokens in its shard of the actor's output weight."""
-    assert distillation.divergence != "sampled", "a sampled divergence needs no output layers"
-    num_rows = head.output_size_per_partition
-    first = dist.get_rank(head.process_group) * num_rows
-    weights = [_load_rows(folder, first, num_rows, dtype) for folder in folders]
-    head.teachers = TeacherHeads(weights, distillation.divergence, distillation.beta)
+    """Set the divergence in the actor's head. If it is exact, load the teachers' output weights from these folders.
+    Each rank reads the rows for the tokens in its shard of the actor's output weight."""
+    assert distillation.divergence != "sampled", "the head has no part in a sampled divergence"
+    weights = None
+    if distillation.is_exact:
+        num_rows = head.output_size_per_partition
+        first = dist.get_rank(head.process_group) * num_rows
+        weights = [_load_rows(folder, first, num_rows, dtype) for folder in folders]
+    head.teachers = TeacherDivergence(distillation.divergence, distillation.beta, weights)
 
 
 def _load_rows(folder: Path, first: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -26,7 +26,7 @@ from megarl.cluster.memory.shared_gpu import (
     teacher_head_parts,
     teacher_parts,
 )
-from megarl.cluster.object_store import object_store_mib, states_bytes
+from megarl.cluster.object_store import object_store_mib, state_bytes, states_bytes
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Teachers, Trained
 from megarl.config.schema import Config
@@ -60,9 +60,9 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
                 {f"{role}: {part}": size for part, size in parts.items() if size} | beside | reserve
                 for parts in (held, in_passes)
             )
-            if role == "actor" and config.distills_exactly and stage == len(of_role) - 1:
-                num_bytes = config.actor.tokens_per_microbatch * sum(_hidden_sizes(models)) * item_bytes(config)
-                in_update["actor: teachers' hidden states"] = num_bytes
+            if role == "actor" and config.compares_distributions and stage == len(of_role) - 1:
+                num_bytes = config.actor.tokens_per_microbatch * state_bytes(config, _hidden_sizes(models))
+                in_update["actor: teachers' states"] = num_bytes
             training += _training(config.placed(role), where, in_update, in_pass, memory, passing)
     training = [*_teaching(config, models, states, workload, cluster), *training]
     loads = training if workload.is_offline else [*training, *_engine(config, models, states, cluster)]
@@ -296,7 +296,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         store_mib = object_store_mib(config, models.actor.shape.experts, _hidden_sizes(models))
         parts["samples of a step"] = store_mib * 2**20
     else:
-        parts["teachers' hidden states of a step"] = states_bytes(config, _hidden_sizes(models))
+        parts["teachers' states of a step"] = states_bytes(config, _hidden_sizes(models))
     return {part: size for part, size in parts.items() if size}
 
 

@@ -219,6 +219,11 @@ KEY_REQUIREMENTS = (
         "algorithm.distillation.divergence=sampled",
         {"algorithm.distillation.estimator": None, "algorithm.distillation.limit": None},
     ),
+    KeyRequirement(
+        "algorithm.distillation.divergence=reverse_kl",
+        lambda config: not config.algorithm.distillation.is_sampled,
+        {"algorithm.distillation.top_k": None},
+    ),
     _if_equal("algorithm.distillation.divergence=jsd", ("algorithm.distillation.beta",)),
     _if_set("algorithm.distillation.anneal_steps=100", {"algorithm.distillation.final_coefficient": 0.0}),
     KeyRequirement(

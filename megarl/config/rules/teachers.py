@@ -96,21 +96,21 @@ def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
         )
 
 
-def exact_divergence_is_in_the_loss(config: Config) -> Iterator[str]:
+def divergence_of_distributions_is_in_the_loss(config: Config) -> Iterator[str]:
     key, distillation = "algorithm.distillation", config.algorithm.distillation
-    if distillation.is_exact and distillation.placement != "loss":
+    if not distillation.is_sampled and distillation.placement != "loss":
         yield (
-            f"{key}.divergence={distillation.divergence}: an exact divergence must be a loss, because an "
+            f"{key}.divergence={distillation.divergence}: a divergence of distributions must be a loss, because an "
             f"advantage applies only to the sampled token. Fix: set {key}.placement=loss, or set "
             f"{key}.divergence=sampled"
         )
 
 
-def exact_divergence_covers_the_vocabulary(config: Config) -> Iterator[str]:
-    divergence, top_k = config.algorithm.distillation.divergence, config.rollout.top_k
-    if config.algorithm.distillation.is_exact and top_k is not None:
+def divergence_of_distributions_covers_the_vocabulary(config: Config) -> Iterator[str]:
+    distillation, top_k = config.algorithm.distillation, config.rollout.top_k
+    if not distillation.is_sampled and top_k is not None:
         yield (
-            f"algorithm.distillation.divergence={divergence}: an exact divergence needs the full vocabulary, but "
+            f"algorithm.distillation.divergence={distillation.divergence}: it needs the full vocabulary, but "
             f"rollout.top_k={top_k} limits the policy to candidate tokens. Fix: set rollout.top_k=null and "
             "rollout.top_p=1, or set algorithm.distillation.divergence=sampled"
         )
@@ -121,7 +121,7 @@ def exact_divergence_requires_other_models(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.distillation.divergence={config.algorithm.distillation.divergence}: exact divergences are "
             f"not supported for teachers without a path, such as {teacher.name}. Fix: set path, or set "
-            "algorithm.distillation.divergence=sampled"
+            "algorithm.distillation.top_k=64"
         )
 
 
@@ -132,7 +132,7 @@ RULES = (
     distillation_alone_needs_no_rounds,
     distillation_alone_does_not_end,
     teacher_sources_require_source_column,
-    exact_divergence_is_in_the_loss,
-    exact_divergence_covers_the_vocabulary,
+    divergence_of_distributions_is_in_the_loss,
+    divergence_of_distributions_covers_the_vocabulary,
     exact_divergence_requires_other_models,
 )

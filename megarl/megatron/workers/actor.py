@@ -45,10 +45,10 @@ from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import ChangedShare
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.build import adapter_parameters
-from megarl.megatron.model.head import LogProbHead, scored_at
+from megarl.megatron.model.head import LogProbHead, returning_top, scored_at
 from megarl.megatron.model.mtp import has_trained_mtp, shared_embedding
 from megarl.megatron.routes import model_of
-from megarl.megatron.teacher_heads import load_teacher_heads
+from megarl.megatron.teacher_heads import prepare_divergence
 from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.trust_region import take_step
@@ -67,10 +67,10 @@ class ActorWorker(TrainerWorker):
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         super().__init__(config, model_folder, rank, store, threads)
         self._changed_share = ChangedShare(self.optimizer, device.device())
-        if config.distills_exactly and parallel.is_last_stage(None):
+        if config.compares_distributions and parallel.is_last_stage(None):
             head: Any = model_of(self.chunks[-1]).output_layer
             folders = [Path(path) for _, path in config.placed_teachers]
-            load_teacher_heads(head, folders, config.algorithm.distillation, self.dtype)
+            prepare_divergence(head, folders, config.algorithm.distillation, self.dtype)
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """Coefficient of the KL to the reference. Changes between steps if algorithm.kl.adaptive_target is set."""
@@ -95,7 +95,7 @@ class ActorWorker(TrainerWorker):
     @property
     def loss(self) -> Loss:
         loss, coefficient = self._loss_of_objective, self._config.actor.mtp.loss_coefficient
-        if self._config.distills_exactly and self._teachers:
+        if self._config.compares_distributions and self._teachers:
             loss = with_distillation_loss(loss, self._distillation, self._teachers)
         return with_mtp_loss(loss, coefficient) if coefficient and has_trained_mtp(self.chunks) else loss
 
@@ -167,13 +167,14 @@ class ActorWorker(TrainerWorker):
 
     def teacher_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Run a forward-only pass, without replayed routes, on samples with privileged prompts. Return sample id -> the
-        policy's log-prob of each response token, float32 [R] on the host. One rank per data-parallel replica returns
-        the log-probs."""
-        with self._weights_of(policy):
-            scored = self._forward(batch, replays=False)
+        policy's log-prob of each response token, float32 [R] on the host, or packed TopTokens, float32 [R, 2k + 1],
+        with distillation.top_k. One rank per data-parallel replica returns them."""
+        top_k = self._config.algorithm.distillation.top_k
+        with self._weights_of(policy), returning_top(self.chunks, top_k):
+            scored = self._forward(batch, replays=False, to_host=top_k is not None)
         if not parallel.returns_results():
             return {}
-        return {name: columns[:, 0].cpu() for name, columns in scored.items()}
+        return {name: (columns[:, 0] if top_k is None else columns).cpu() for name, columns in scored.items()}
 
     def differences(self, batch: LocalBatch, scoring: Scoring) -> dict[str, list[float]]:
         """Return sample id -> the trainer's log-prob minus the engine's for each response token. Runs a forward-only
@@ -207,15 +208,15 @@ class ActorWorker(TrainerWorker):
 
     def _dispatched(self, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
         """Return the scores from other models. With a sampled divergence, each teacher has an entry, even if it scored
-        none of this rank's samples. Hidden states for exact divergences are not included."""
+        none of this rank's samples. What the head needs for other divergences is not included."""
         scores = super()._dispatched(batch)
-        if self._config.distills_exactly:
+        if self._config.compares_distributions:
             return {name: values for name, values in scores.items() if not name.startswith(TEACHER)}
         teachers: dict[str, dict[str, torch.Tensor]] = {teacher.scores: {} for teacher in self._teachers}
         return teachers | scores
 
     def _with_teacher_states(self, batches: Sequence[TokenBatch], batch: LocalBatch) -> list[TokenBatch]:
-        """Return an update's microbatches with the teachers' hidden states."""
+        """Return an update's microbatches with the teachers' hidden states or most probable tokens."""
         states = super()._dispatched(batch)
         of_teachers = [states.get(teacher.scores, {}) for teacher in self._teachers]
         return [
@@ -259,7 +260,7 @@ class ActorWorker(TrainerWorker):
                 names = [item.sample.id for item in members]
                 self._advantages |= mean_advantages(token_batch, names)
             self._token_details.begin_update(batches, batch)
-        if self._config.distills_exactly and parallel.is_last_stage(None):
+        if self._config.compares_distributions and parallel.is_last_stage(None):
             batches = self._with_teacher_states(batches, batch)
         if not algorithm.objective.spec.selects_tokens or not parallel.is_last_stage(None):
             return batches

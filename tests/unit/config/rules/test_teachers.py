@@ -33,6 +33,12 @@ def test_exact_divergence_has_no_estimator() -> None:
     assert not recipe(TEACHERS).distills_exactly
 
 
+def test_divergence_over_top_tokens_needs_no_hidden_states() -> None:
+    config = recipe(SELF, ROWS, "algorithm.distillation={divergence: reverse_kl, top_k: 64, placement: loss}")
+    assert config.compares_distributions and not config.distills_exactly
+    assert config.algorithm.distillation.estimator is None
+
+
 def test_exact_divergences_work_with_fine_tuning() -> None:
     config = recipe(TEACHERS, *OFFLINE)
     assert config.distills_exactly and config.num_ranks == {"actor": 2, "teachers": 1}
@@ -145,11 +151,11 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             [TEACHERS, "algorithm.distillation.divergence=jsd"],
-            "algorithm.distillation.divergence=jsd: an exact divergence must be a loss, because an advantage",
+            "algorithm.distillation.divergence=jsd: a divergence of distributions must be a loss, because",
         ),
         (
             [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss}", "rollout.top_k=50"],
-            "algorithm.distillation.divergence=jsd: an exact divergence needs the full vocabulary, but",
+            "algorithm.distillation.divergence=jsd: it needs the full vocabulary, but rollout.top_k=50",
         ),
         (
             [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss, estimator: k2}"],
@@ -162,6 +168,10 @@ def test_null_removes_the_teachers() -> None:
         (
             [TEACHERS, "algorithm.distillation={divergence: forward_kl, placement: loss, beta: 0.1}"],
             "algorithm.distillation.beta=0.1: has no effect unless algorithm.distillation.divergence=jsd.",
+        ),
+        (
+            [TEACHERS, "algorithm.distillation.top_k=64"],
+            "algorithm.distillation.top_k=64: has no effect unless algorithm.distillation.divergence=reverse_kl.",
         ),
         (
             [SELF, ROWS, "algorithm.distillation={divergence: reverse_kl, placement: loss}"],
