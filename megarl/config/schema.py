@@ -263,6 +263,16 @@ class Config(Section):
         models = self.teachers.models if self.has_teachers else []
         return [(teacher, teacher.path) for teacher in models if teacher.path is not None]
 
+    def teacher_section(self, name: str) -> Teachers:
+        """Return section `teachers` with only this teacher, and with its layout."""
+        [teacher] = [teacher for teacher in self.teachers.models if teacher.name == name]
+        return self.teachers.only(teacher)
+
+    @property
+    def teacher_engines(self) -> set[str]:
+        """The engines of the teachers with a path."""
+        return {teacher.engine for teacher, _ in self.placed_teachers}
+
     @property
     def self_teachers(self) -> list[Teacher]:
         """The teachers that are the policy or the reference with privileged prompts."""
@@ -366,13 +376,20 @@ class Config(Section):
 
     @property
     def all_placed(self) -> tuple[Placed, ...]:
+        """The sections of all models with their own ranks. Teachers with their own layouts are separate sections."""
         reward_model = (self.reward_model,) if self.has_reward_model else ()
-        return (*self.all_trained, *reward_model, *((self.teachers,) if self.placed_teachers else ()))
+        placed = [teacher for teacher, _ in self.placed_teachers]
+        shared = (self.teachers,) if any(teacher.layout is None for teacher in placed) else ()
+        own = (self.teachers.only(teacher) for teacher in placed if teacher.layout is not None)
+        return (*self.all_trained, *reward_model, *shared, *own)
 
     @property
     def num_ranks(self) -> dict[str, int]:
-        """The number of ranks, and therefore of devices, for each role in the run."""
-        ranks = {placed.section: placed.layout.world_size for placed in self.all_placed}
+        """The number of ranks, and therefore of devices, for each role in the run. Teachers share devices, so they need
+        as many as the largest of them."""
+        ranks: dict[str, int] = {}
+        for placed in self.all_placed:
+            ranks[placed.section] = max(placed.layout.world_size, ranks.get(placed.section, 0))
         return ranks if self.is_offline else ranks | {"rollout": self.rollout.replicas * self.rollout.tp}
 
     @property

@@ -1,4 +1,4 @@
-"""Teachers: frozen language models in Megatron, and the policy or the reference with privileged prompts."""
+"""Teachers: frozen language models in Megatron or in vLLM, and the policy or the reference with privileged prompts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.actor import ActorHandle
 
 from megarl.cluster.groups.ranks import RankGroup, UntrainedRank
 from megarl.cluster.groups.remote import remote
+from megarl.cluster.groups.scoring_engines import ScoringEngineActor, ScoringEngineGroup
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import RankBatch, Scores, join_by_sample
+from megarl.cluster.rank_batch import RankBatch, Scores, join_by_sample, with_prompt
 from megarl.cluster.session import Session
 from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
@@ -28,6 +30,7 @@ from megarl.data.packing import Packing
 
 if TYPE_CHECKING:
     from megarl.data.prompts import PromptSet
+    from megarl.rollout.vllm.teacher import VllmTeacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +69,25 @@ class TaughtPrompts:
             config.rollout.context_length,
         )
 
-    def batches(self, samples: Sequence[SampleRef], packing: Packing) -> list[RankBatch]:
-        """Return each data-parallel rank's batch for a pass over the samples of these prompts, or an empty list without
-        such samples. With privileged prompts, leave out samples that do not start with the row's prompt or would exceed
-        rollout.context_length. Raise a UserError if the first sample of a rollout does not start with it."""
+    def chosen(self, samples: Sequence[SampleRef]) -> list[SampleRef]:
+        """Return the samples of these prompts. With privileged prompts, leave out samples that do not start with the
+        row's prompt or would exceed rollout.context_length. Raise a UserError if the first sample of a rollout does not
+        start with it."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
+        return own if self.privileged is None else [sample for sample in own if self._fits(sample)]
+
+    def batches(self, samples: Sequence[SampleRef], packing: Packing) -> list[RankBatch]:
+        """Return each data-parallel rank's batch for a pass over the chosen samples, or an empty list without such
+        samples."""
+        own = self.chosen(samples)
         if self.privileged is None:
             return RankBatch.split(own, packing) if own else []
-        own = [sample for sample in own if self._fits(sample)]
         return RankBatch.split_privileged(own, packing, self.privileged) if own else []
+
+    def replacing(self, samples: Sequence[SampleRef]) -> dict[str, NDArray[np.int32]]:
+        """Return the privileged prompts of these samples; empty if the teacher sees their own prompts."""
+        privileged = self.privileged
+        return {} if privileged is None else {item.prompt_id: privileged[item.prompt_id] for item in samples}
 
     def _fits(self, sample: SampleRef) -> bool:
         assert self.privileged is not None and self.checksums is not None, "the teacher sees the samples' own prompts"
@@ -102,7 +115,7 @@ class TeacherGroup(RankGroup):
     actor_class, title = TeacherActor, "TeacherActor"
 
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
-        super().__init__(session, config, "teachers", folder, processes)
+        super().__init__(session, _config_of(config, teacher), "teachers", folder, processes)
         self.role, self.scores = f"teacher {teacher.name}", teacher.scores
         self._taught = TaughtPrompts(teacher)
 
@@ -115,9 +128,66 @@ class TeacherGroup(RankGroup):
 
     def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
         """Score the samples of the teacher's prompts. Return sample id -> log-prob of each response token, float32 [R],
-        or final hidden states, [R, h]. See TeacherWorker.score_tokens."""
+        final hidden states, [R, h], or most probable tokens. See TeacherWorker.score_tokens."""
         batches = self._taught.batches(samples, self.packing)
         return self._score_tokens.on_each(self._by_rank(batches)) if batches else ready({})
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class TeacherEngineActor(ScoringEngineActor):
+    """One engine of a teacher in vLLM."""
+
+    section = "teachers"
+
+    def _arguments(self) -> dict[str, Any]:
+        from megarl.rollout.vllm.teacher import teacher_arguments
+
+        return teacher_arguments(self._config, self._model_folder)
+
+    def _load(self, arguments: Mapping[str, Any]) -> VllmTeacher:
+        from megarl.rollout.vllm.teacher import VllmTeacher
+
+        return VllmTeacher(arguments, self._config.rollout.temperature)
+
+    def score(self, samples: Sequence[SampleRef], privileged: Mapping[str, NDArray[np.int32]]) -> Scores:
+        """Score samples. `privileged`: prompt id -> token ids that replace the prompt's, int32 [P]; empty: none."""
+        fetched = ray.get([ref.sample for ref in samples])
+        return self._put_scores([with_prompt(sample, privileged) for sample in fetched] if privileged else fetched)
+
+
+class TeacherEngineGroup(ScoringEngineGroup):
+    """All engines of one teacher in vLLM."""
+
+    actor_class, title = TeacherEngineActor, "TeacherEngineActor"
+
+    @remote(timeout="passes")
+    def _score(self, samples: Sequence[SampleRef], privileged: Mapping[str, NDArray[np.int32]]) -> Scores: ...
+
+    def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
+        self.role, self.scores = f"{teacher.name} teacher", teacher.scores
+        super().__init__(session, _config_of(config, teacher), folder, processes, "teachers")
+        self._taught = TaughtPrompts(teacher)
+
+    def select(self, data: PromptSet, config: Config) -> None:
+        """See TeacherGroup.select."""
+        self._taught = TaughtPrompts.of(self._taught.teacher, data, config)
+
+    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
+        """Return the log-probs or the most probable tokens as in TeacherGroup.score_tokens."""
+
+        def start(actor: ActorHandle, part: Sequence[SampleRef]) -> ray.ObjectRef:
+            return self._score.on(actor, part, self._taught.replacing(part))
+
+        return self._route_samples("teachers", self._taught.chosen(samples), self._score.method, start)
+
+
+def _config_of(config: Config, teacher: Teacher) -> Config:
+    """Return the config for the teacher's processes, which read its layout from section `teachers`."""
+    return config.model_copy(update={"teachers": config.teachers.for_ranks_of(teacher)})
+
+
+PlacedTeacher = TeacherGroup | TeacherEngineGroup
+"""A teacher with processes of its own."""
 
 
 class SelfTeacher:
@@ -139,7 +209,7 @@ class SelfTeacher:
 
 
 def all_scores(
-    teachers: Sequence[TeacherGroup], samples: Sequence[SampleRef]
+    teachers: Sequence[PlacedTeacher], samples: Sequence[SampleRef]
 ) -> tuple[dict[str, Scores], dict[str, Metric]]:
     """Return metrics, and each teacher's scores keyed by Teacher.scores. Teachers share devices, so they compute one
     after another."""

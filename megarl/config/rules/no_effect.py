@@ -232,6 +232,16 @@ KEY_REQUIREMENTS = (
         tuple(f"teachers.{name}" for name in Teachers.model_fields if name != "models"),
     ),
     KeyRequirement(
+        "teachers.models=[{name: NAME, path: PATH, engine: vllm}]",
+        lambda config: not config.placed_teachers or "vllm" in config.teacher_engines,
+        ("teachers.kv_cache_gib", "teachers.vllm_overrides"),
+    ),
+    KeyRequirement(
+        "teachers.models=[{name: NAME, path: PATH, engine: megatron}]",
+        lambda config: not config.placed_teachers or "megatron" in config.teacher_engines,
+        {"teachers.offload": []},
+    ),
+    KeyRequirement(
         "reward_model.input_format=question", lambda config: config.reward_model.judges, ("reward_model.judge",)
     ),
     KeyRequirement(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.model_schema import Layout, Teacher
 from megarl.config.schema import Config
 
 
@@ -72,6 +73,53 @@ def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
             )
 
 
+def teachers_in_vllm_have_their_own_model(config: Config) -> Iterator[str]:
+    for teacher in config.teachers.models:
+        if teacher.path is None and (teacher.engine == "vllm" or teacher.layout is not None):
+            key = "engine=vllm" if teacher.engine == "vllm" else "layout"
+            yield (
+                f"teachers.models: {teacher.name} with {key}: has no effect with path=null, because the teacher runs "
+                f"on the actor's ranks. Fix: set path, or remove {key.partition('=')[0]}"
+            )
+
+
+def teachers_in_vllm_use_only_tp_and_dp(config: Config) -> Iterator[str]:
+    for teacher, layout in _in_vllm(config):
+        other = {key: value for key, value in layout.model_dump().items() if key not in ("tp", "dp") and value}
+        assignments = [f"{key}={str(value).lower()}" for key, value in other.items() if value is True or value != 1]
+        if assignments:
+            where = "teachers.layout" if teacher.layout is None else "its layout"
+            yield (
+                f"teachers.models: {teacher.name} with engine=vllm: teachers in vLLM support only tp and dp, but "
+                f"{where} has {', '.join(assignments)}. Fix: set layout={{tp: {layout.tp}, dp: {layout.dp}}} for "
+                f"{teacher.name}, or set engine=megatron"
+            )
+
+
+def teachers_in_vllm_return_log_probs(config: Config) -> Iterator[str]:
+    divergence, top_k = config.algorithm.distillation.divergence, config.rollout.top_k
+    for teacher, _ in _in_vllm(config):
+        entry = f"teachers.models: {teacher.name} with engine=vllm"
+        if config.distills_exactly:
+            yield (
+                f"{entry}: an exact divergence (algorithm.distillation.divergence={divergence}) needs the teacher's "
+                "hidden states, which vLLM does not return. Fix: set algorithm.distillation.top_k=64, or set "
+                "engine=megatron"
+            )
+        if top_k is not None:
+            yield (
+                f"{entry}: vLLM normalizes the log-probs of given tokens over the full vocabulary, but the actor's "
+                f"refer to the candidate tokens of rollout.top_k={top_k}. Fix: set rollout.top_k=null and "
+                "rollout.top_p=1, or set engine=megatron"
+            )
+
+
+def _in_vllm(config: Config) -> list[tuple[Teacher, Layout]]:
+    """Return the teachers in vLLM, and their layouts."""
+    teachers = config.teachers
+    return [(teacher, teachers.layout_of(teacher)) for teacher, _ in config.placed_teachers if teacher.engine == "vllm"]
+
+
 def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
     teacher = next((teacher for teacher in config.teachers.models if teacher.prompt_column is not None), None)
     if teacher is None:
@@ -129,6 +177,9 @@ RULES = (
     teachers_have_distinct_names,
     teachers_without_a_path_see_another_prompt,
     prompt_columns_require_rows_of_files,
+    teachers_in_vllm_have_their_own_model,
+    teachers_in_vllm_use_only_tp_and_dp,
+    teachers_in_vllm_return_log_probs,
     distillation_alone_needs_no_rounds,
     distillation_alone_does_not_end,
     teacher_sources_require_source_column,

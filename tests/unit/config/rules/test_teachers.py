@@ -8,6 +8,7 @@ from tests.unit.config.rules.recipes import errors, recipe
 
 TEACHERS = "teachers.models=[{name: math, path: large}, {name: code, path: larger, weight: 0.5}]"
 SHOWN = "teachers.models=[{name: math, path: large, prompt_column: null, revision:...: has no effect unless "
+IN_VLLM = "teachers.models=[{name: a, path: x, engine: vllm}]"
 ALONE = "rewards.functions=[]"
 OFFLINE = (
     *("algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"),
@@ -31,6 +32,14 @@ def test_exact_divergence_has_no_estimator() -> None:
     assert config.distills_exactly and not config.distills_by_advantage
     assert config.algorithm.distillation.estimator is None
     assert not recipe(TEACHERS).distills_exactly
+
+
+def test_largest_layout_sets_the_number_of_devices() -> None:
+    config = recipe("teachers.models=[{name: a, path: x}, {name: b, path: y, layout: {tp: 4, dp: 2}}]")
+    assert config.num_ranks["teachers"] == 8
+    assert [config.teacher_section(name).layout.tp for name in "ab"] == [1, 4]
+    ranks = config.teachers.for_ranks_of(config.teachers.models[0])
+    assert ranks.layout.world_size == 1 and [teacher.layout.world_size for teacher in ranks.models] == [1, 8]
 
 
 def test_divergence_over_top_tokens_needs_no_hidden_states() -> None:
@@ -172,6 +181,42 @@ def test_null_removes_the_teachers() -> None:
         (
             [TEACHERS, "algorithm.distillation.top_k=64"],
             "algorithm.distillation.top_k=64: has no effect unless algorithm.distillation.divergence=reverse_kl.",
+        ),
+        (
+            [IN_VLLM, "algorithm.distillation={divergence: jsd, placement: loss}"],
+            "teachers.models: a with engine=vllm: an exact divergence (algorithm.distillation.divergence=jsd) needs",
+        ),
+        (
+            [IN_VLLM, "rollout.top_k=50"],
+            "teachers.models: a with engine=vllm: vLLM normalizes the log-probs of given tokens over the full",
+        ),
+        (
+            [IN_VLLM, "teachers.layout.pp=2"],
+            "teachers.models: a with engine=vllm: teachers in vLLM support only tp and dp, but teachers.layout has p",
+        ),
+        (
+            [IN_VLLM, "teachers.offload=[parameters]"],
+            "teachers.offload=[parameters]: has no effect unless teachers.models=[{name: NAME, path: PATH, engine: m",
+        ),
+        (
+            [IN_VLLM, "teachers.vllm_overrides={max_logprobs: 3}"],
+            "teachers.vllm_overrides.max_logprobs=3: megarl sets this argument from algorithm.distillation.top_k. Fix:",
+        ),
+        (
+            [TEACHERS, "teachers.kv_cache_gib=2"],
+            "teachers.kv_cache_gib=2.0: has no effect unless teachers.models=[{name: NAME, path: PATH, engine: vllm}].",
+        ),
+        (
+            ["teachers.models=[{name: a, prompt_column: hint, engine: vllm}]", ROWS],
+            "teachers.models: a with engine=vllm: has no effect with path=null",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, layout: {sequence_parallel: true}}]"],
+            "teachers.models: a: layout.sequence_parallel=true: sequence parallelism shards over tensor-parallel ranks",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, layout: {dp: 129}}, {name: b, path: y}]"],
+            "teachers.models: a: layout.dp=129: an update has only 128 samples",
         ),
         (
             [SELF, ROWS, "algorithm.distillation={divergence: reverse_kl, placement: loss}"],
