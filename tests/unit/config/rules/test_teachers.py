@@ -7,7 +7,7 @@ import pytest
 from tests.unit.config.rules.recipes import errors, recipe
 
 TEACHERS = "teachers.models=[{name: math, path: large}, {name: code, path: larger, weight: 0.5}]"
-SHOWN = "teachers.models=[{name: math, path: large, prompt_column: null, revision:...: has no effect unless "
+SHOWN = "teachers.models=[{engine: megatron, layout: null, name: math, path: large...: has no effect unless "
 IN_VLLM = "teachers.models=[{name: a, path: x, engine: vllm}]"
 ALONE = "rewards.functions=[]"
 OFFLINE = (
