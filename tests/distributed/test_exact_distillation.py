@@ -288,6 +288,20 @@ def test_teacher_returns_its_most_probable_tokens(folders, layout):
     assert_close(*({name: x[:, TOP_K:] for name, x in found.items()} for found in (actual, exact, plain)), "log-probs")
 
 
+def score_as_self(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    refs = [SampleRef.of(sample, sample) for sample in SAMPLES]
+    return worker.teacher_log_probs("old", local_batch(RankBatch.split(refs, worker.packing)[0]))
+
+
+def test_policy_as_a_teacher_returns_its_most_probable_tokens(folders):
+    keys = "algorithm.distillation={divergence: reverse_kl, top_k: 5}"
+    [actual] = run_ranks(1, score_as_self, recipe(folders, "tied", {"large": 1.0}, keys), folders["tied"])
+    exact, plain = (found["tied"] for found in teacher_states(folders, {"tied": 1.0}, TOP_K))
+    assert all(torch.equal(actual[name][:, :TOP_K], exact[name][:, :TOP_K]) for name in exact)
+    assert_close(*({name: x[:, TOP_K:] for name, x in found.items()} for found in (actual, exact, plain)), "log-probs")
+
+
 def test_value_head_has_the_column_before_the_divergences(folders):
     keys = ("algorithm.advantage={estimator: gae}", "critic.shared_backbone=true")
     config = recipe(folders, "untied", {"large": 1.0}, *keys, "algorithm.distillation.divergence=jsd")
