@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl import report
-from megarl.cluster.groups.teachers import TeacherGroup, scores_in_turn
+from megarl.cluster.groups.teachers import PlacedTeacher, scores_in_turn
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import join
 from megarl.cluster.rank_batch import put_sample
 from megarl.cluster.session import Session
 from megarl.cluster.trained_models import TrainedModels
-from megarl.cluster.workers import teacher_groups, with_teacher_folders
+from megarl.cluster.workers import close_teachers, teacher_groups, with_teacher_folders
 from megarl.config.schema import Config
 from megarl.core.metrics import values
 from megarl.core.sample import SampleRef
@@ -69,7 +69,7 @@ def learn(session: Session, config: Config, models: ModelFolders, context: RunCo
     trained = TrainedModels.of(session, config, {"actor": actor}, {"actor": ()}, checkpoint)
     context.run(trained, lambda: step(config, trained, teachers, context))
     context.export(lambda out: export(config, trained, models, out))
-    join([group.close() for group in (actor, *teachers)]).result()
+    join([actor.close(), close_teachers(teachers)]).result()
 
 
 def export(config: Config, trained: TrainedModels, models: ModelFolders, out: Path) -> None:
@@ -81,7 +81,7 @@ def export(config: Config, trained: TrainedModels, models: ModelFolders, out: Pa
 
 
 def step(
-    config: Config, trained: TrainedModels, teachers: Sequence[TeacherGroup], context: RunContext
+    config: Config, trained: TrainedModels, teachers: Sequence[PlacedTeacher], context: RunContext
 ) -> dict[str, float]:
     """Train on the next prompts_per_step rows and return the step's metrics."""
     watch = context.stopwatch()
@@ -112,7 +112,7 @@ def step(
 def train(
     config: Config,
     actor: TrainerGroup,
-    teachers: Sequence[TeacherGroup],
+    teachers: Sequence[PlacedTeacher],
     groups: Sequence[Sequence[SampleRef]],
     number: int,
 ) -> Metrics:

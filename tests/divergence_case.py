@@ -86,7 +86,7 @@ class DivergenceCase:
 
 def tiled(case: DivergenceCase, kind: DivergenceKind, beta: float, process_group: Any = None) -> dict:
     """Return the values and gradients of `divergence`."""
-    leaves = _leaves(case.student)
+    leaves = leaves_of(case.student)
     values = divergence(
         leaves["hidden"],
         leaves["weight"],
@@ -100,25 +100,27 @@ def tiled(case: DivergenceCase, kind: DivergenceKind, beta: float, process_group
         case.student.logits_dtype,
         case.targets,
     )
-    return _results(values, case.gradient, leaves)
+    return results_of(values, case.gradient, leaves)
 
 
 def plain(case: DivergenceCase, kind: DivergenceKind, beta: float) -> dict[str, torch.Tensor]:
     """Return the values and gradients from full logits, computed in the default dtype."""
     case = case.to(torch.get_default_dtype())
-    leaves = _leaves(case.student)
+    leaves = leaves_of(case.student)
     hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves.get("bias")
     scores = plain_log_prob_and_entropy(hidden, weight, case.targets, case.temperature, case.vocab, bias)
     value = plain_divergence(hidden, weight, case.teacher, kind, case.temperature, case.vocab, beta, bias)
-    return _results(torch.stack((*scores, value), -1), case.gradient, leaves)
+    return results_of(torch.stack((*scores, value), -1), case.gradient, leaves)
 
 
-def _leaves(student: OutputLayer) -> dict[str, torch.Tensor]:
+def leaves_of(student: OutputLayer) -> dict[str, torch.Tensor]:
     tensors = {"hidden": student.hidden, "weight": student.weight, "bias": student.bias}
     return {name: x.detach().clone().requires_grad_() for name, x in tensors.items() if x is not None}
 
 
-def _results(values: torch.Tensor, gradient: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def results_of(
+    values: torch.Tensor, gradient: torch.Tensor, leaves: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     gradients = torch.autograd.grad((values * gradient).sum(), list(leaves.values()))
     columns = zip(("log_prob", "entropy", "divergence"), values.detach().unbind(-1), strict=True)
     return dict(columns) | dict(zip(leaves, gradients, strict=True))

@@ -45,7 +45,7 @@ def check(dtype: torch.dtype, has_scale: bool, has_bias: bool, has_candidates: b
 
 
 def main() -> None:
-    linear_head._tile_functions = lambda: head_tile_triton
+    linear_head.tile_functions = lambda: head_tile_triton
     output_layer.CPU_TILE, head_tile_triton.BLOCK = (4, 30), 16
     cases = CASES if "--all" in sys.argv else PAIRWISE
     for dtype in (torch.float32, torch.bfloat16):

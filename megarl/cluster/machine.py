@@ -11,6 +11,7 @@ from megarl.cluster.memory.parameters import ModelParameters, Models, min_host_b
 from megarl.cluster.memory.shared_gpu import Load, fullest_phase
 from megarl.cluster.placement import Placement, place
 from megarl.config.device_spans import ENGINE, device_spans, devices_per_node
+from megarl.config.model_schema import entry_prefix, layout_key
 from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
@@ -87,11 +88,12 @@ def host_suffices(memory_bytes: int, parts: Mapping[str, int], num_nodes: int = 
 
 def check_engine_kernels(config: Config, models: ModelFolders) -> None:
     """Raise a UserError if vLLM's CPU build has no kernel for a model that runs in it."""
-    if device.on_cuda() or config.is_offline or config.samples_images:
+    if device.on_cuda() or config.samples_images:
         return
-    in_engines = {models.actor}
+    in_engines = set() if config.is_offline else {models.actor}
     if models.reward_model is not None and config.reward_model.engine == "vllm":
         in_engines.add(models.reward_model)
+    in_engines |= {models.teachers[teacher.name] for teacher, _ in config.placed_teachers if teacher.engine == "vllm"}
     if models.draft is not None:
         in_engines.add(models.draft)
     for folder in sorted(in_engines):
@@ -147,6 +149,10 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
     tp = {} if config.is_offline else {"rollout.tp": config.rollout.tp}
     if config.has_reward_model and config.reward_model.engine == "vllm":
         tp["reward_model.layout.tp"] = config.reward_model.layout.tp
+    for teacher, _ in config.placed_teachers if "vllm" in config.teacher_engines else ():
+        placed = config.teachers.only(teacher)
+        if placed.engine == "vllm":
+            tp[f"{entry_prefix(placed)}{layout_key(placed)}.tp"] = placed.layout.tp
     cores, places = len(os.sched_getaffinity(0)), devices_per_node(config)
     refused = [key for key, ranks in tp.items() if min(ranks, places) > cores]
     if not refused:

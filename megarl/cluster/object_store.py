@@ -35,7 +35,7 @@ OBJECT_BYTES = 2048
 
 def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequence[int] = ()) -> int:
     """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples in a step
-    at maximum length, with per-token scores and the teachers' hidden states. Space that shorter samples leave unused
+    at maximum length, with per-token scores and the teachers' states. Space that shorter samples leave unused
     takes no memory. Ray spills to disk if the store is full.
 
     Args:
@@ -52,12 +52,20 @@ def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequ
 
 
 def states_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:
-    """Return the size in bytes of the teachers' hidden states for the samples of a step; 0 unless the divergence is
-    exact."""
-    if not config.distills_exactly:
-        return 0
+    """Return the size in bytes of the teachers' hidden states or most probable tokens for the samples of a step."""
     num_tokens = config.batch.prompts_per_step * config.trained_per_prompt * _response_length(config)
-    return num_tokens * sum(hidden_sizes) * ITEM_BYTES[config.model.dtype]
+    return num_tokens * state_bytes(config, hidden_sizes)
+
+
+def state_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:
+    """Return the size in bytes of the teachers' hidden states or most probable tokens for one response token; 0 with a
+    sampled divergence."""
+    if not config.compares_distributions:
+        return 0
+    top_k = config.algorithm.distillation.top_k
+    if top_k is None:
+        return sum(hidden_sizes) * ITEM_BYTES[config.model.dtype]
+    return len(config.teachers.models) * (2 * top_k + 1) * SCORE_BYTES
 
 
 def num_samples(config: Config) -> int:

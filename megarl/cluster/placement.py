@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, devices_per_node, num_devices
-from megarl.config.model_schema import Placed, RewardModel, Teacher
+from megarl.config.model_schema import Placed, RewardModel, Teacher, Teachers, entry_prefix, layout_key
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.cores import usable_cores
@@ -130,22 +130,26 @@ def place(
     spans = device_spans(config)
 
     def ranks(settings: Placed) -> tuple[Process, ...]:
-        """Return one process per rank or, for a reward model in vLLM, one per engine, which starts its ranks."""
-        role = NAMES[settings.section]
-        is_engine = isinstance(settings, RewardModel) and settings.engine == "vllm"
-        if is_engine:
-            return processes(role, settings.layout.tp, settings.threads)
+        """Return one process per rank or, for a reward model or a teacher in vLLM, one per engine, which starts its
+        ranks."""
+        span = spans[NAMES[settings.section]][: settings.layout.world_size]
+        if isinstance(settings, RewardModel | Teachers) and settings.engine == "vllm":
+            return processes(NAMES[settings.section], span, settings.layout.tp, settings.threads)
         # Host operations of a GPU rank are so short that synchronizing several threads would slow them down.
         updates_on_host = settings.megatron_overrides.optimizer.get("optimizer_cpu_offload", False)
-        return processes(role, 1, settings.threads or (1 if on_gpus and not updates_on_host else None))
+        threads = settings.threads or (1 if on_gpus and not updates_on_host else None)
+        return processes(NAMES[settings.section], span, 1, threads)
 
     def teacher_ranks(teacher: Teacher) -> tuple[Process, ...]:
         role = f"{NAMES['teachers']}-{teacher.name}"
-        return tuple(replace(process, role=role) for process in ranks(config.teachers))
+        return tuple(replace(process, role=role) for process in ranks(config.teachers.only(teacher)))
 
-    def processes(role: str, size: int, threads: int | None, weights: Sequence[int] = ()) -> tuple[Process, ...]:
-        """Return processes with `size` ranks each. weights: GPUs with model weights that the processes may read."""
-        span, result = spans[role], []
+    def processes(
+        role: str, span: range, size: int, threads: int | None, weights: Sequence[int] = ()
+    ) -> tuple[Process, ...]:
+        """Return processes with `size` ranks each on these devices. weights: GPUs with model weights that the processes
+        may read."""
+        result = []
         for index in range(len(span) // size):
             ranks = span[index * size : (index + 1) * size]
             parts: list[Process] = []
@@ -159,7 +163,7 @@ def place(
         return tuple(result)
 
     rollout, actors = config.rollout, spans[NAMES["actor"]]
-    engines = () if config.is_offline else processes(ENGINE, rollout.tp, rollout.threads, actors)
+    engines = () if config.is_offline else processes(ENGINE, spans[ENGINE], rollout.tp, rollout.threads, actors)
     return Placement(
         nodes=nodes,
         trainers=ranks(config.actor),
@@ -204,17 +208,24 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
                 f"{len(nodes)} nodes, numbered from 0, with {each} devices each. Fix: set cluster.roles.{role} to the "
                 "nodes that its ranks fill"
             )
-    engines = {} if config.is_offline else {ENGINE: ("rollout.tp", config.rollout.tp)}
-    layouts = {NAMES[placed.section]: (f"{placed.section}.layout.tp", placed.layout.tp) for placed in config.all_placed}
     spans = device_spans(config)
-    for role, (key, tp) in {**layouts, **engines}.items():
-        if tp > each and (tp % each or spans[role].start % each):
+    engines = [] if config.is_offline else [("rollout.tp", config.rollout.tp, spans[ENGINE])]
+    layouts = [
+        (
+            f"{entry_prefix(placed)}{layout_key(placed)}.tp",
+            placed.layout.tp,
+            spans[NAMES[placed.section]][: placed.layout.world_size],
+        )
+        for placed in config.all_placed
+    ]
+    for key, tp, span in (*layouts, *engines):
+        if tp > each and (tp % each or span.start % each):
             problems.append(
                 f"{key}={tp}: a tensor-parallel group larger than a node must fill whole nodes, but {tp} ranks "
-                f"starting at device {spans[role].start} do not fill nodes with {each} devices. Fix: set {key} to a "
+                f"starting at device {span.start} do not fill nodes with {each} devices. Fix: set {key} to a "
                 f"multiple of {each}, and start the role at a node boundary"
             )
-        elif tp <= each and (first := _first_torn(spans[role], tp, each)) is not None:
+        elif tp <= each and (first := _first_torn(span, tp, each)) is not None:
             problems.append(
                 f"{key}={tp}: the tensor-parallel group on devices {first}-{first + tp - 1} crosses a node boundary "
                 f"(nodes have {each} devices). Fix: set {key} to a divisor of {each}, and start the role at a "

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from megarl.core.latents import AnySample, LatentSample
 from megarl.core.sample import Sample, SampleRef
@@ -44,6 +44,9 @@ class ScoreRef:
 Scores = dict[str, ScoreRef]
 """References to a model's scores: sample id -> float32 [R] for response tokens, [R, h] for a teacher's hidden states,
 or int64 [A] for a judge's answers."""
+
+Replacement: TypeAlias = "NDArray[np.int32] | ScoreRef"
+"""Token ids that replace those of a prompt in a pass, int32 [P], or a reference to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +132,11 @@ def get_samples(refs: Sequence[SampleRef]) -> list[AnySample]:
 @dataclass(frozen=True, slots=True)
 class RankBatch:
     """One data-parallel rank's part of an update or a forward-only pass. Microbatches index into its samples.
-    `privileged`: sample id -> token ids that replace the prompt's in this pass, int32 [P], or a reference to them;
-    empty: none are replaced."""
+    `privileged`: sample id -> token ids that replace the prompt's in this pass; empty: none are replaced."""
 
     samples: tuple[SampleRef, ...]
     microbatches: tuple[Microbatch, ...]
-    privileged: Mapping[str, NDArray[np.int32] | ScoreRef] = field(default_factory=dict, compare=False)
+    privileged: Mapping[str, Replacement] = field(default_factory=dict, compare=False)
 
     @classmethod
     def split(
@@ -148,7 +150,7 @@ class RankBatch:
         cls,
         samples: Sequence[SampleRef],
         packing: Packing,
-        privileged: Mapping[str, NDArray[np.int32] | ScoreRef],
+        privileged: Mapping[str, Replacement],
     ) -> list[RankBatch]:
         """Return the batches of a pass in which these token ids, by sample id, replace all prompts. Samples of a prompt
         whose ids are given by value share them. Expert routes are dropped, because the engine chose them for the

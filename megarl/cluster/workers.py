@@ -11,7 +11,7 @@ from megarl.cluster.groups.engines import EngineGroup, engine_group
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
-from megarl.cluster.groups.teachers import SelfTeacher, TeacherGroup
+from megarl.cluster.groups.teachers import PlacedTeacher, SelfTeacher, TeacherEngineGroup, TeacherGroup
 from megarl.cluster.groups.trainers import PARTS, ImageTrainerGroup, TrainerGroup
 from megarl.cluster.pending import Pending, first, join
 from megarl.cluster.placement import Placement, Process
@@ -46,7 +46,7 @@ class Workers:
     """Whether a reward model shares devices with the engines."""
     model_folder: Path
     """Folder of the actor's model."""
-    teachers: Sequence[TeacherGroup | SelfTeacher] = ()
+    teachers: Sequence[PlacedTeacher | SelfTeacher] = ()
     environments: EnvironmentGroup | None = None
     """Processes that run rollouts in environments; None if each rollout is a single response to its prompt."""
     evaluation_environments: EnvironmentGroup | None = None
@@ -121,7 +121,7 @@ class Workers:
         self.trained.close()
         if isinstance(self.reward_model, RewardModelGroup):
             self.reward_model.close().result()
-        join([teacher.close() for teacher in self.teachers if isinstance(teacher, TeacherGroup)]).result()
+        close_teachers(self.teachers).result()
 
 
 def launch_workers(
@@ -217,13 +217,18 @@ def with_teacher_folders(config: Config, models: ModelFolders) -> Config:
     return config.model_copy(update={"teachers": config.teachers.in_folders(models.teachers)})
 
 
-def teacher_groups(session: Session, config: Config, models: ModelFolders, placement: Placement) -> list[TeacherGroup]:
-    """Launch the ranks of the teachers with a path."""
-    by_name = {teacher.name: teacher for teacher in config.teachers.models}
-    return [
-        TeacherGroup(session, config, by_name[name], folder, processes)
-        for (name, folder), processes in zip(models.teachers.items(), placement.teachers, strict=True)
-    ]
+def teacher_groups(session: Session, config: Config, models: ModelFolders, placement: Placement) -> list[PlacedTeacher]:
+    """Launch the ranks or engines of the teachers with a path."""
+    groups: list[PlacedTeacher] = []
+    for (teacher, _), processes in zip(config.placed_teachers, placement.teachers, strict=True):
+        kind = TeacherEngineGroup if teacher.engine == "vllm" else TeacherGroup
+        groups.append(kind(session, config, teacher, models.teachers[teacher.name], processes))
+    return groups
+
+
+def close_teachers(teachers: Sequence[PlacedTeacher | SelfTeacher]) -> Pending[Any]:
+    """Destroy the process groups of teachers in Megatron."""
+    return join([teacher.close() for teacher in teachers if isinstance(teacher, TeacherGroup)])
 
 
 def _reward_model(

@@ -196,6 +196,7 @@ class KL(Section):
 
 class Distillation(Section):
     divergence: Literal["sampled"] | DivergenceKind
+    top_k: PositiveInt | None
     beta: Annotated[float, Field(ge=0, le=1)]
     placement: Literal["advantage", "loss"]
     estimator: TokenKL | None
@@ -218,9 +219,14 @@ class Distillation(Section):
         return annealed(self.coefficient, self.final_coefficient, self.anneal_steps, step)
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether the divergence is estimated from the sampled tokens. If not, it compares distributions."""
+        return self.divergence == "sampled"
+
+    @property
     def is_exact(self) -> bool:
-        """Whether the divergence covers the full vocabulary instead of the sampled tokens."""
-        return self.divergence != "sampled"
+        """Whether the divergence compares distributions over the full vocabulary."""
+        return not self.is_sampled and self.top_k is None
 
 
 class TrustRegion(Section):

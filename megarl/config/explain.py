@@ -31,8 +31,10 @@ def explain(config: Config) -> str:
         "trainer": _ranks(layout),
     }
     if config.placed_teachers:
-        names = ", ".join(teacher.name for teacher, _ in config.placed_teachers)
-        rows["teachers"] = f"{_ranks(config.teachers.layout)} each: {names}"
+        by_layout: dict[str, list[str]] = {}
+        for teacher, _ in config.placed_teachers:
+            by_layout.setdefault(_ranks(config.teachers.layout_of(teacher)), []).append(teacher.name)
+        rows["teachers"] = "; ".join(f"{ranks} each: {', '.join(names)}" for ranks, names in by_layout.items())
     if not config.is_offline:
         rows["rollout"] = f"replicas {rollout.replicas} x tp {rollout.tp} = world size {rollout.replicas * rollout.tp}"
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())

@@ -70,6 +70,21 @@ class Layout(Section):
         return self.tp if self.etp is None else self.etp
 
 
+class OwnLayout(Layout):
+    """The layout of a list item, whose defaults cannot be in base.yaml."""
+
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt | None = None
+    dp: PositiveInt = 1
+    sequence_parallel: bool = False
+    first_stage_layers: PositiveInt | None = None
+    last_stage_layers: PositiveInt | None = None
+
+
 class Schedule(Section):
     name: Literal["constant", "linear", "cosine", "wsd"]
     warmup: NonNegativeFloat
@@ -248,6 +263,7 @@ class Teacher(Section):
     each sample."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    engine: Literal["megatron", "vllm"] = "megatron"
     path: Text | None = None
     revision: Text | None = None
     prompt_column: Text | None = None
@@ -255,6 +271,7 @@ class Teacher(Section):
     weights: Literal["policy", "reference"] = "policy"
     weight: PositiveFloat = 1.0
     sources: list[Text] | None = None
+    layout: OwnLayout | None = None
 
     def applies_to(self, source: Any) -> bool:
         """Return whether the actor learns from the teacher on rows from this source."""
@@ -271,7 +288,7 @@ class Teacher(Section):
 
 
 class Teachers(Untrained):
-    """All teachers. Those with a path have equal layouts and take turns on the same devices."""
+    """All teachers. Those with a path take turns on the same devices, each with its own layout or with `layout`."""
 
     section: ClassVar[MegatronRole] = "teachers"
 
@@ -280,10 +297,26 @@ class Teachers(Untrained):
     tokens_per_microbatch: PositiveInt
     offload: list[Literal["parameters"]]
     threads: PositiveInt | None
+    kv_cache_gib: PositiveFloat
+    vllm_overrides: dict[str, Any]
+
+    @property
+    def engine(self) -> Literal["megatron", "vllm"]:
+        """The engine of the section's single teacher; see `only`."""
+        [teacher] = self.models
+        return teacher.engine
+
+    def layout_of(self, teacher: Teacher) -> Layout:
+        return teacher.layout or self.layout
 
     def only(self, teacher: Teacher) -> Teachers:
-        """Return the section with a single teacher."""
-        return self.model_copy(update={"models": [teacher]})
+        """Return the section with a single teacher, whose layout is the section's."""
+        return self.model_copy(update={"models": [teacher], "layout": self.layout_of(teacher)})
+
+    def for_ranks_of(self, teacher: Teacher) -> Teachers:
+        """Return the section with the teacher's layout as its layout. All teachers keep theirs."""
+        models = [model.model_copy(update={"layout": self.layout_of(model)}) for model in self.models]
+        return self.model_copy(update={"models": models, "layout": self.layout_of(teacher)})
 
     def in_folders(self, folders: Mapping[str, Path]) -> Teachers:
         """Return the section with each teacher's path replaced by its local folder."""
@@ -298,3 +331,20 @@ class Teachers(Untrained):
 
 Placed = Trained | RewardModel | Teachers
 """A section for models with their own ranks, in Megatron or, for a reward model, in vLLM."""
+
+
+def layout_key(placed: Placed) -> str:
+    """Return the key of the layout in errors, after `entry_prefix`."""
+    return "layout" if _own_layout_of(placed) else f"{placed.section}.layout"
+
+
+def entry_prefix(placed: Placed) -> str:
+    """Return the beginning of errors about the layout of a teacher with its own layout; empty for all others."""
+    return f"teachers.models: {name}: " if (name := _own_layout_of(placed)) else ""
+
+
+def _own_layout_of(placed: Placed) -> str | None:
+    """Return the name of the teacher if the section is Teachers.only of a teacher with its own layout."""
+    if not isinstance(placed, Teachers) or len(placed.models) != 1 or placed.models[0].layout is None:
+        return None
+    return placed.models[0].name

@@ -154,7 +154,7 @@ class Config(Section):
     def _usual_distillation(self) -> Self:
         """Resolve algorithm.distillation.estimator=null. See `distillation_estimator`."""
         distillation = self.algorithm.distillation
-        if distillation.estimator is not None or not self.teachers.models or distillation.is_exact:
+        if distillation.estimator is not None or not self.teachers.models or not distillation.is_sampled:
             return self
         usual = distillation.model_copy(update={"estimator": distillation_estimator(distillation.placement)})
         return self.model_copy(update={"algorithm": self.algorithm.model_copy(update={"distillation": usual})})
@@ -263,6 +263,16 @@ class Config(Section):
         models = self.teachers.models if self.has_teachers else []
         return [(teacher, teacher.path) for teacher in models if teacher.path is not None]
 
+    def teacher_section(self, name: str) -> Teachers:
+        """Return section `teachers` with only this teacher, and with its layout."""
+        [teacher] = [teacher for teacher in self.teachers.models if teacher.name == name]
+        return self.teachers.only(teacher)
+
+    @property
+    def teacher_engines(self) -> set[str]:
+        """The engines of the teachers with a path."""
+        return {teacher.engine for teacher, _ in self.placed_teachers}
+
     @property
     def self_teachers(self) -> list[Teacher]:
         """The teachers that are the policy or the reference with privileged prompts."""
@@ -279,11 +289,16 @@ class Config(Section):
         return self.has_teachers and self.algorithm.distillation.is_exact
 
     @property
+    def compares_distributions(self) -> bool:
+        """Whether the loss includes a divergence from the teachers that the actor's head computes."""
+        return self.has_teachers and not self.algorithm.distillation.is_sampled
+
+    @property
     def may_have_teachers(self) -> bool:
-        """Whether the actor can learn from teachers. A sampled divergence requires a policy objective; an exact one
-        also works in supervised fine-tuning."""
+        """Whether the actor can learn from teachers. A sampled divergence requires a policy objective; the others also
+        work in supervised fine-tuning."""
         objective = self.algorithm.objective.spec
-        imitates = isinstance(objective, ImitationObjective) and self.algorithm.distillation.is_exact
+        imitates = isinstance(objective, ImitationObjective) and not self.algorithm.distillation.is_sampled
         return imitates or (objective.is_policy_objective and not self.is_offline)
 
     @property
@@ -371,13 +386,20 @@ class Config(Section):
 
     @property
     def all_placed(self) -> tuple[Placed, ...]:
+        """The sections of all models with their own ranks. Teachers with their own layouts are separate sections."""
         reward_model = (self.reward_model,) if self.has_reward_model else ()
-        return (*self.all_trained, *reward_model, *((self.teachers,) if self.placed_teachers else ()))
+        placed = [teacher for teacher, _ in self.placed_teachers]
+        shared = (self.teachers,) if any(teacher.layout is None for teacher in placed) else ()
+        own = (self.teachers.only(teacher) for teacher in placed if teacher.layout is not None)
+        return (*self.all_trained, *reward_model, *shared, *own)
 
     @property
     def num_ranks(self) -> dict[str, int]:
-        """The number of ranks, and therefore of devices, for each role in the run."""
-        ranks = {placed.section: placed.layout.world_size for placed in self.all_placed}
+        """The number of ranks, and therefore of devices, for each role in the run. Teachers share devices, so they need
+        as many as the largest of them."""
+        ranks: dict[str, int] = {}
+        for placed in self.all_placed:
+            ranks[placed.section] = max(placed.layout.world_size, ranks.get(placed.section, 0))
         return ranks if self.is_offline else ranks | {"rollout": self.rollout.replicas * self.rollout.tp}
 
     @property

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from megarl.config.rollout_schema import Rollout
 
-EngineSection = Literal["rollout", "reward_model"]
+EngineSection = Literal["rollout", "reward_model", "teachers"]
+
+_WITHOUT_DRAFTS = dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"))
 
 _ALWAYS: dict[str, str | None] = {
     "dtype": "model.dtype",
@@ -52,11 +54,21 @@ MANAGED: dict[EngineSection, dict[str, str | None]] = {
         "max_num_batched_tokens": "reward_model.tokens_per_microbatch",
         "runner": None,
         "pooler_config": None,
-        "speculative_config": None,
-        "spec_method": None,
-        "spec_model": None,
-        "spec_tokens": None,
-    },
+    }
+    | _WITHOUT_DRAFTS,
+    "teachers": _ALWAYS
+    | {
+        "model": "teachers.models",
+        "tensor_parallel_size": "teachers.layout.tp",
+        "max_model_len": "rollout.context_length",
+        "kv_cache_memory_bytes": "teachers.kv_cache_gib",
+        "max_num_batched_tokens": "teachers.tokens_per_microbatch",
+        "max_logprobs": "algorithm.distillation.top_k",
+        "logprobs_mode": None,
+        "runner": None,
+        "hf_overrides": None,
+    }
+    | _WITHOUT_DRAFTS,
 }
 """Arguments that megarl sets, for each section with vllm_overrides: argument -> the key that determines it, or None if
 samples, scores or refits would be wrong with any other value."""

@@ -179,7 +179,7 @@ METRICS = (
     Declaration("kl/FORM", "mean KL to the reference; placement, level and estimator are in the name", "nats", "kl"),
     Declaration(
         "kl/teacher_NAME",
-        "KL(old policy ‖ teacher) by k1. With an exact distillation.divergence: its mean under the current policy",
+        "KL(old policy ‖ teacher) by k1. With another divergence than sampled: its mean under the current policy",
         "nats/token",
         "teachers",
     ),

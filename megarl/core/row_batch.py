@@ -41,7 +41,7 @@ class RowBatch:
                                      `reward`; None: no such rewards
     kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: not part of the reward
     teachers          float32 [N, K] log-prob under each teacher, in the order of teachers.models, or kl.UNSCORED; None:
-                                     no teacher, or an exact divergence
+                                     no teacher, or a divergence of distributions
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    critic's targets; None: not estimated yet, or no critic
     selected          bool [N]       tokens that the objective treats separately; None: it treats all tokens alike

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TeacherStates:
-    """A teacher's final hidden states for the rows of a microbatch that the teacher scores, in host memory.
+    """A teacher's final hidden states or most probable tokens for the rows of a microbatch that the teacher scores, in
+    host memory.
 
     Attributes:
         rows: int64 [n], ascending indices among the microbatch's rows.
-        parts: the states of consecutive rows, [n_i, h] in the teacher's dtype with Σ n_i = n. They may be views of
-            Ray's object store. Empty if the teacher scores none of the rows.
+        parts: the states of consecutive rows, [n_i, h] in the teacher's dtype, or packed TopTokens, float32
+            [n_i, 2k + 1], with Σ n_i = n. They may be views of Ray's object store. Empty if the teacher scores none of
+            the rows.
     """
 
     rows: torch.Tensor
@@ -45,8 +47,9 @@ class TokenBatch(RowBatch):
                                      the whole vocabulary; None: every row does
     labels            float32 [N]    label of each row's token, NaN if it has none; None: samples have no labels
     routes            int8 or int16 [T, layers, experts per token], as in Sample; None: no sample has routes
-    teacher_states    each teacher's hidden states, in the order of teachers.models; empty without an exact divergence.
-                      They stay in host memory, because the states of an update may not fit on the device
+    teacher_states    each teacher's hidden states or most probable tokens, in the order of teachers.models; empty with
+                      a sampled divergence. They stay in host memory, because those of an update may not fit on the
+                      device
 
     The other fields are those of RowBatch, for the response tokens.
     """

@@ -104,8 +104,8 @@ def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenSco
 
 
 def teacher_states(samples: Sequence[SampleRef], states: Mapping[str, torch.Tensor]) -> TeacherStates:
-    """Return a teacher's hidden states for a microbatch of these samples. `states`: sample id -> [R, h] in host memory;
-    absent for samples that the teacher does not score."""
+    """Return a teacher's hidden states or most probable tokens for a microbatch of these samples. `states`: sample id
+    -> [R, h] or [R, 2k + 1] in host memory; absent for samples that the teacher does not score."""
     is_scored = [item.sample.id in states for item in samples]
     lengths = [len(item.sample.response_ids) for item in samples]
     rows = torch.from_numpy(np.repeat(is_scored, lengths).nonzero()[0])

@@ -34,7 +34,7 @@ def mtp_loss(batch: TokenBatch, scored: torch.Tensor, *, others: Callable, coeff
 
 
 class DistillationTerms(NamedTuple):
-    """The sum of an objective's loss and the exact divergence from the teachers.
+    """The sum of an objective's loss and the divergence of distributions from the teachers.
 
     Attributes:
         others: the objective's terms.

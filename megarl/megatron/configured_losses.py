@@ -57,7 +57,7 @@ def configured_policy_loss(
         limit=settings.limit,
     )
     options = _policy_options(algorithm, tolerance, kl_coefficient, has_moved, penalty)
-    if teachers and algorithm.distillation.placement == "loss" and not algorithm.distillation.is_exact:
+    if teachers and algorithm.distillation.placement == "loss" and algorithm.distillation.is_sampled:
         options["distillation"] = configured_distillation(algorithm.distillation, teachers)
     terms = partial(losses.policy_loss, **options, estimate_kl=estimate)
     metrics = _policy_metrics(algorithm, tolerance, kl_coefficient, has_moved, options, teachers)
@@ -230,7 +230,7 @@ def with_mtp_loss(loss: Loss, coefficient: float) -> Loss:
 
 
 def with_distillation_loss(loss: Loss, distillation: Distillation, teachers: Sequence[Teacher]) -> Loss:
-    """Return the sum of the loss and the exact divergence from the teachers."""
+    """Return the sum of the loss and the divergence of distributions from the teachers."""
     weights = [distillation.coefficient * teacher.weight for teacher in teachers]
     terms = partial(added_losses.distillation_loss, others=loss.terms, weights=weights)
     names = [teacher.name for teacher in teachers]

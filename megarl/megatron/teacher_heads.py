@@ -1,4 +1,4 @@
-"""The teachers' output layers on the actor's last stage, for exact divergences."""
+"""The divergence from teachers on the actor's last stage and, for exact divergences, the teachers' output layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megarl.config.algorithm_schema import Distillation
 from megarl.core import device
-from megarl.megatron.model.head import LogProbHead, TeacherHeads
+from megarl.megatron.model.head import LogProbHead, TeacherDivergence
 from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, output_rows_holder
@@ -21,18 +21,20 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 
 
-def load_teacher_heads(
+def prepare_divergence(
     head: LogProbHead, folders: Sequence[Path | None], distillation: Distillation, dtype: torch.dtype
 ) -> None:
-    """Load the teachers' output weights from these folders into the actor's head. Each rank reads the rows for the
-    tokens in its shard of the actor's output weight. None: the teacher is the policy or the reference, whose output
-    weight `copy_output_weight` provides in each step."""
-    assert distillation.divergence != "sampled", "a sampled divergence needs no output layers"
-    num_rows = head.output_size_per_partition
-    first = dist.get_rank(head.process_group) * num_rows
-    own = partial(torch.empty, num_rows, head.input_size, dtype=dtype, device=device.device())
-    weights = [own() if folder is None else _load_rows(folder, first, num_rows, dtype) for folder in folders]
-    head.teachers = TeacherHeads(weights, distillation.divergence, distillation.beta)
+    """Set the divergence in the actor's head. If it is exact, load the teachers' output weights from these folders.
+    Each rank reads the rows for the tokens in its shard of the actor's output weight. None: the teacher is the policy
+    or the reference, whose output weight `copy_output_weight` provides in each step."""
+    assert distillation.divergence != "sampled", "the head has no part in a sampled divergence"
+    weights = None
+    if distillation.is_exact:
+        num_rows = head.output_size_per_partition
+        first = dist.get_rank(head.process_group) * num_rows
+        own = partial(torch.empty, num_rows, head.input_size, dtype=dtype, device=device.device())
+        weights = [own() if folder is None else _load_rows(folder, first, num_rows, dtype) for folder in folders]
+    head.teachers = TeacherDivergence(distillation.divergence, distillation.beta, weights)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ pass recomputes both tiles.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import get_args
@@ -59,12 +60,20 @@ def plain_divergence(
     log_p = plain_logits(hidden, weight, bias, temperature, vocab_size).log_softmax(-1)
     teacher_logits = plain_logits(teacher.hidden, teacher.weight, teacher.bias, temperature, vocab_size)
     log_q = teacher_logits.log_softmax(-1).detach()
+    return divergence_of_log_probs(log_p, log_q, kind, beta)
+
+
+def divergence_of_log_probs(
+    log_p: torch.Tensor, log_q: torch.Tensor, kind: DivergenceKind, beta: float = 0.5
+) -> torch.Tensor:
+    """Return the divergence of each row, [N], between the student's and the teacher's distributions over C classes.
+    They are log-probs, [N, C] each. Classes with probability 0 must have finite log-probs, such as NEVER."""
     kind = _at_limits(kind, beta)
     if kind == "forward_kl":
         return _plain_kl(log_q, log_p)
     if kind == "reverse_kl":
         return _plain_kl(log_p, log_q)
-    log_m = torch.logaddexp(log_q + torch.tensor(beta).log(), log_p + torch.tensor(1 - beta).log())
+    log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log(1 - beta))
     return beta * _plain_kl(log_q, log_m) + (1 - beta) * _plain_kl(log_p, log_m)
 
 

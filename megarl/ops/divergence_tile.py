@@ -33,7 +33,7 @@ def fold(
     for rows in blocks(logits):
         z, teacher_z = (prepared(x[rows], scale, None, rows) for x in (logits, teacher_logits))
         maximum, teacher_maximum, *totals, target_z = sums[:, rows]
-        target_z += pick(z, targets[rows])
+        target_z += pick(z, targets[rows, None])[:, 0]
         rebase(raise_maximum(maximum, z), raise_maximum(teacher_maximum, teacher_z), *totals)
         total, total_d, total_gap, teacher_total, teacher_total_gap = totals
         p, q = z.exp(), teacher_z.exp()
@@ -110,7 +110,7 @@ def to_gradient(
         gap = torch.sub(log_p, log_q, out=log_q)
         ratio = gap if beta is None else log_to_mixture(gap, 1 - beta, beta)
         part = torch.addcmul(a, b, log_p, out=log_p).add_(ratio.mul_(d)).mul_(p).add_(q.mul_(e))
-        add_at(part, targets[rows], c[:, 0])
+        add_at(part, targets[rows, None], c)
         gradient[rows] = part
 
 

@@ -36,7 +36,7 @@ def fold(
     for rows in blocks(logits):
         z = prepared(logits[rows], scale, kept, rows)
         maximum, total, total_d, target_z = sums[:, rows]
-        target_z += pick(z, targets[rows])
+        target_z += pick(z, targets[rows, None])[:, 0]
         rise = raise_maximum(maximum, z)
         rescale(rise, total, (total_d, rise))
         p = z.exp()
@@ -66,7 +66,7 @@ def to_gradient(
         log_p = prepared(logits[rows], scale, kept, rows).sub_(log_sum_exp[rows, None])
         p = log_p.exp()
         part = torch.addcmul(a[:, None], b[:, None], log_p, out=log_p).mul_(p)
-        add_at(part, targets[rows], c)
+        add_at(part, targets[rows, None], c[:, None])
         gradient[rows] = part
 
 
@@ -107,17 +107,17 @@ def prepared(logits: torch.Tensor, scale: torch.Tensor | None, kept: torch.Tenso
 
 
 def _inside(columns: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mask of columns inside the tile, [n], and the columns clamped to it, [n, 1]."""
-    return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)[:, None]
+    """Return the mask of columns inside the tile, and the columns clamped to it."""
+    return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)
 
 
 def pick(z: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return z[i, columns[i]], or 0 if that column is not in this tile."""
+    """Return z[i, columns[i, j]], or 0 if that column is not in this tile, [n, m]."""
     inside, columns = _inside(columns, z.shape[1])
-    return z.gather(1, columns)[:, 0].where(inside, 0)
+    return z.gather(1, columns).where(inside, 0)
 
 
 def add_at(gradient: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-    """Add values[i] to gradient[i, columns[i]] if that column is in this tile."""
+    """Add values[i, j] to gradient[i, columns[i, j]] if that column is in this tile. All of them are [n, m]."""
     inside, columns = _inside(columns, gradient.shape[1])
-    gradient.scatter_add_(1, columns, (values * inside)[:, None])
+    gradient.scatter_add_(1, columns, values * inside)

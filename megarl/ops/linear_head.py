@@ -156,12 +156,11 @@ class _LinearHead(torch.autograd.Function):
         layer = OutputLayer(hidden, weight, bias, logits_dtype)
         first_row, num_rows = held_tokens(weight, vocab_size, process_group)
         tokens = _Tokens.of(targets, scale, candidate_ids, first_row)
-        sums = hidden.new_zeros(4, len(targets), dtype=torch.float32)
-        sums[0] = NEVER
+        sums = new_sums(hidden)
         for span, part in tokens.split():
             _fold(part, layer.part(span, num_rows), sums[:, span])
         if is_sharded(process_group):
-            _reduce(sums, process_group)
+            reduce_sums(sums, process_group)
         maximum, total, total_d, target_z = sums
         log_sum_exp = maximum + total.log()
         entropy = total.log() - total_d / total
@@ -185,7 +184,7 @@ class _LinearHead(torch.autograd.Function):
         return *gradients.results(), *(None,) * 6
 
 
-def _tile_functions() -> ModuleType:
+def tile_functions() -> ModuleType:
     if device.on_cuda():
         from megarl.ops import head_tile_triton
 
@@ -193,15 +192,22 @@ def _tile_functions() -> ModuleType:
     return head_tile
 
 
+def new_sums(hidden: torch.Tensor) -> torch.Tensor:
+    """Return the initial running sums of `head_tile.fold`, float32 [4, N]."""
+    sums = hidden.new_zeros(4, len(hidden), dtype=torch.float32)
+    sums[0] = NEVER
+    return sums
+
+
 def _fold(tokens: _Tokens, layer: OutputLayer, sums: torch.Tensor) -> None:
     """Accumulate this rank's part of the vocabulary into the tokens' sums, float32 [4, n], in place."""
     _, num_columns = tile()
-    fold = _tile_functions().fold
+    fold = tile_functions().fold
     for start, logits in layer.tiles(num_columns):
         fold(logits, tokens.targets - start, tokens.scale, tokens.keeps(start, logits.shape[1]), sums)
 
 
-def _reduce(sums: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+def reduce_sums(sums: torch.Tensor, process_group: dist.ProcessGroup) -> None:
     """Combine the shards' sums in place: first the maximum, then the sums relative to it."""
     [rise] = raise_over_ranks(sums[:1], process_group)
     _, total, total_d, _ = sums
@@ -227,7 +233,7 @@ def _add_gradients(
 ) -> None:
     """Add the contribution of these tokens, which have the indices `span`."""
     _, num_columns = tile()
-    to_gradient = _tile_functions().to_gradient
+    to_gradient = tile_functions().to_gradient
     for start, logits in layer.tiles(num_columns):
         kept, gradient = tokens.keeps(start, logits.shape[1]), gradients.buffer(logits)
         to_gradient(logits, tokens.targets - start, tokens.scale, kept, log_sum_exp, coefficients, gradient)

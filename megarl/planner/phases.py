@@ -26,7 +26,7 @@ from megarl.cluster.memory.shared_gpu import (
     teacher_head_parts,
     teacher_parts,
 )
-from megarl.cluster.object_store import object_store_mib, states_bytes
+from megarl.cluster.object_store import object_store_mib, state_bytes, states_bytes
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Teachers, Trained
 from megarl.config.schema import Config
@@ -60,9 +60,9 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
                 {f"{role}: {part}": size for part, size in parts.items() if size} | beside | reserve
                 for parts in (held, in_passes)
             )
-            if role == "actor" and config.distills_exactly and stage == len(of_role) - 1:
-                num_bytes = config.actor.tokens_per_microbatch * sum(_hidden_sizes(config, models)) * item_bytes(config)
-                in_update["actor: teachers' hidden states"] = num_bytes
+            if role == "actor" and config.compares_distributions and stage == len(of_role) - 1:
+                num_bytes = config.actor.tokens_per_microbatch * state_bytes(config, _hidden_sizes(config, models))
+                in_update["actor: teachers' states"] = num_bytes
             training += _training(config.placed(role), where, in_update, in_pass, memory, passing)
     training = [*_teaching(config, models, states, workload, cluster), *training]
     loads = training if workload.is_offline else [*training, *_engine(config, models, states, cluster)]
@@ -125,15 +125,20 @@ def _teaching(
 ) -> list[Load]:
     """Return the memory load while each teacher computes log-probs. The states of trained models that share its devices
     are offloaded."""
-    settings, loads = config.teachers, []
+    loads = []
     for teacher, model in models.teachers.items():
-        key, name = f"teacher {teacher}: weights", NAMES["teachers"]
+        settings, name = config.teacher_section(teacher), NAMES["teachers"]
         resident = _beside(config, name, states) | _untrained(config, models, name)
         resident |= _reserve(config, models, name, {}, cluster.gpus_per_node) | {FRAGMENTS: FRAGMENT_BYTES}
+        if settings.engine == "vllm":  # the resident parts include all of its memory
+            remedy = f"raise tp of the layout of {teacher}, or lower teachers.kv_cache_gib"
+            loads.append(Load(f"while the teacher {teacher} computes log-probs", resident, remedy))
+            continue
         for stage, (memory, passing) in enumerate(_stages(config, settings, model, workload)):
             where = f", on pipeline stage {stage}" if settings.layout.pp > 1 else ""
-            parts = {**resident, key: memory.weights, "forward pass": passing}
-            remedy = "raise tp, pp or ep of teachers.layout, or lower teachers.tokens_per_microbatch"
+            parts = {**resident, f"teacher {teacher}: weights": memory.weights, "forward pass": passing}
+            key = "teachers.layout" if settings.models[0].layout is None else f"the layout of {teacher}"
+            remedy = f"raise tp, pp or ep of {key}, or lower teachers.tokens_per_microbatch"
             loads.append(Load(f"while the teacher {teacher} computes log-probs{where}", parts, remedy))
     return loads
 
@@ -158,7 +163,7 @@ def _reserve(
     engine = models.actor.shape if ENGINE in spans and overlap(span, spans[ENGINE]) else None
     scorer = models.reward if models.reward and overlap(span, spans[NAMES["reward_model"]]) else None
     has_teachers = bool(models.teachers) and overlap(span, spans[NAMES["teachers"]])
-    teachers = [model.shape for model in models.teachers.values()] if has_teachers else []
+    teachers = {name: model.shape for name, model in models.teachers.items()} if has_teachers else {}
     return gpu_reserve(config, held, engine, ModelShape.of(scorer) if scorer else None, gpus_per_node, teachers)
 
 
@@ -283,8 +288,10 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         if config.checkpoint.every_steps is not None and config.checkpoint.background:
             parts[f"{role}: copy for the background save"] = ranks * max_saved_bytes(config, settings.layout, model)
     for name, model in models.teachers.items() if config.teachers.offload else ():
-        weights = max(memory.weights for memory, _ in _stages(config, config.teachers, model, workload))
-        parts[f"teacher {name}: offloaded"] = ranks * weights
+        settings = config.teacher_section(name)
+        if settings.engine == "megatron":
+            weights = max(memory.weights for memory, _ in _stages(config, settings, model, workload))
+            parts[f"teacher {name}: offloaded"] = min(ranks, settings.layout.world_size) * weights
     if config.keeps_reference and config.actor.adapters is None:
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         parts["reference: weights"] = ranks * max(actor)
@@ -297,7 +304,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         store_mib = object_store_mib(config, models.actor.shape.experts, _hidden_sizes(config, models))
         parts["samples of a step"] = store_mib * 2**20
     else:
-        parts["teachers' hidden states of a step"] = states_bytes(config, _hidden_sizes(config, models))
+        parts["teachers' states of a step"] = states_bytes(config, _hidden_sizes(config, models))
     return {part: size for part, size in parts.items() if size}
 
 

@@ -242,7 +242,8 @@ def _nothing_fits(config: Config, result: SearchResult, models: Models, cluster:
         )
     given, num_gpus = f"--gpus {cluster.num_gpus}x{cluster.name}", max(trainer_gpus(config, cluster), default=0)
     if num_gpus == 0 or result.tried:
-        roles = [placed.section for placed in config.all_placed] + ([] if config.is_offline else ["engines"])
+        placed = dict.fromkeys(placed.section for placed in config.all_placed)
+        roles = [*placed] + ([] if config.is_offline else ["engines"])
         return (
             f"{given}: too few GPUs for cluster.placement={config.cluster.placement}, which separates "
             f"{', '.join(roles)}. Fix: {remedy}"

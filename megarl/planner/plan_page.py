@@ -171,7 +171,7 @@ def _on_gpu(config: Config, spans: dict[str, range], gpu: int) -> tuple[list[str
     lines, stage = [], None
     for placed in config.all_placed:
         name = NAMES[placed.section]
-        if gpu in spans[name]:
+        if gpu in spans[name][: placed.layout.world_size]:
             coordinates = Coordinates.of(placed.layout, gpu - spans[name].start)
             lines.append(f"{name}: {_describe_rank(placed.layout, coordinates, gpu - spans[name].start)}")
             stage = coordinates.stage if placed is config.actor else stage

@@ -151,7 +151,7 @@ def _with_engines(
     if workload.is_offline:
         return [plan], None
     config = plan.config
-    taken = sum(placed.layout.world_size for placed in config.all_placed)
+    taken = sum(count for role, count in config.num_ranks.items() if role != "rollout")
     gpus = cluster.num_gpus if config.is_colocated else cluster.num_gpus - taken
     fitting: list[StepPlan] = []
     smallest: StepPlan | None = None

@@ -186,9 +186,10 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
     training: dict[str, TrainTime] = {}
     moving = 0.0
     for name, model in models.teachers.items():
-        settings = config.teachers
+        settings = config.teacher_section(name)
         training[f"teacher {name}"] = train_time(settings, model, workload, cluster, num_bytes, num_passes=1, epochs=0)
-        weights = model.of_stage(settings.layout, 0).weight_bytes(num_bytes) if settings.offload else 0
+        moves = settings.offload and settings.engine == "megatron"
+        weights = model.of_stage(settings.layout, 0).weight_bytes(num_bytes) if moves else 0
         moving += 2 * weights / (cluster.gpu.host_gb_s * 1e9 * HOST_LINK_SHARE)
     for role, model in models.trained.items():
         settings = config.placed(role)

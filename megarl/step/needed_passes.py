@@ -15,6 +15,7 @@ PassName = Literal[
     "reference log-probs",
     "teacher log-probs",
     "teacher hidden states",
+    "teacher most probable tokens",
     "implicit rewards",
     "critic values",
 ]
@@ -55,7 +56,8 @@ def _teacher_scores(config: Config) -> list[Pass]:
         coefficient += f", annealed to {distillation.final_coefficient:g} over {distillation.anneal_steps} steps"
     names = ", ".join(map(_described, config.teachers.models))
     reason = f"algorithm.distillation.coefficient={coefficient}; teachers: {names}"
-    name = "teacher hidden states" if distillation.is_exact else "teacher log-probs"
+    name: PassName = "teacher hidden states" if distillation.is_exact else "teacher most probable tokens"
+    name = "teacher log-probs" if distillation.is_sampled else name
     return [Pass(name, config.has_teachers, reason)] if names else []
 
 

@@ -1,4 +1,5 @@
-"""Exact divergences from teachers as a loss, in every layout, against full logits of transformers models."""
+"""Divergences of distributions from teachers as a loss, exact and over the teacher's most probable tokens, in every
+layout, against full logits of transformers models."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from megarl.core.sample import Sample, SampleRef
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.teacher import TeacherWorker
+from megarl.ops.top_tokens import TopTokens
 from tests.closeness import Expected, assert_close, close_to, expected, load
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
@@ -52,8 +54,12 @@ MIXED = {"idle": 2.0, "large": 1.0, "small": 0.5}
 SCORED_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
 """Ids of the samples that the small teacher scores. The large teacher scores all samples."""
 
+TOP_K = 5
+IMPOSSIBLE = -1e4
+"""Log-prob of a token that the student's vocabulary lacks."""
+
 States = dict[str, dict[str, torch.Tensor]]
-"""Teacher -> sample id -> final hidden state for each response token, [R, h]."""
+"""Teacher -> sample id -> final hidden state for each response token, [R, h], or most probable tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +98,43 @@ def log_probs(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return (model.lm_head(hidden)[:, :VOCAB] / TEMPERATURE).log_softmax(-1)
 
 
-def teacher_states(folders: dict[str, Path], weights: Mapping[str, float]) -> Expected[States]:
+def teacher_states(
+    folders: dict[str, Path], weights: Mapping[str, float], top_k: int | None = None
+) -> Expected[States]:
+    def state(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
+        hidden = hidden_states(model, sample)
+        if top_k is None:
+            return hidden
+        log_q = (model.lm_head(hidden) / TEMPERATURE).log_softmax(-1)
+        top = log_q.topk(top_k)
+        rest = log_q.scatter(1, top.indices, -torch.inf).logsumexp(-1)
+        return TopTokens(top.indices, top.values, rest).packed
+
     def compute() -> States:
         with torch.no_grad():
             models = {name: load(AutoModelForCausalLM, folders[name]) for name in weights}
             return {
-                name: {s.id: hidden_states(model, s) for s in SAMPLES if is_scored(name, s, len(weights))}
+                name: {s.id: state(model, s) for s in SAMPLES if is_scored(name, s, len(weights))}
                 for name, model in models.items()
             }
 
     return expected(compute)
+
+
+def over_top(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both distributions over the teacher's most probable tokens and all others, [R, k + 1]. Tokens that the
+    student's vocabulary lacks count as others."""
+    ids = log_q.topk(TOP_K).indices
+    is_known = ids < log_p.shape[1]
+    assert log_q.shape[1] == log_p.shape[1] or not is_known.all(), "the teacher has no token beyond the student's"
+
+    def classes(log_probs: torch.Tensor) -> torch.Tensor:
+        columns = ids.where(is_known, 0)
+        in_top = torch.zeros_like(log_probs).scatter_add_(1, columns, is_known.to(log_probs.dtype)) > 0
+        listed = log_probs.gather(1, columns).where(is_known, IMPOSSIBLE)
+        return torch.cat((listed, log_probs.masked_fill(in_top, -torch.inf).logsumexp(-1, keepdim=True)), -1)
+
+    return classes(log_p), classes(log_q)
 
 
 def is_scored(teacher: str, sample: Sample, num_teachers: int) -> bool:
@@ -126,7 +159,9 @@ class Distilled(NamedTuple):
     means: dict[str, float]
 
 
-def plain_update(folders: dict[str, Path], student: str, weights: Mapping[str, float], kind: str, beta: float):
+def plain_update(
+    folders: dict[str, Path], student: str, weights: Mapping[str, float], kind: str, beta: float, top_k: int | None
+):
     """Return the expected result. The loss averages c·Σ_k w_k·D_k over the trained tokens of each sample, then over
     samples."""
 
@@ -141,8 +176,11 @@ def plain_update(folders: dict[str, Path], student: str, weights: Mapping[str, f
             for name, teacher in teachers.items():
                 if is_scored(name, sample, len(weights)) and mask.any():
                     with torch.no_grad():
-                        log_q = log_probs(teacher, hidden_states(teacher, sample))
-                    divergence = plain_divergence(kind, beta, log_p, log_q)[mask]
+                        hidden = hidden_states(teacher, sample)
+                        exact = log_p, log_probs(teacher, hidden)
+                        log_q = (teacher.lm_head(hidden) / TEMPERATURE).log_softmax(-1)
+                    distributions = exact if top_k is None else over_top(log_p, log_q)
+                    divergence = plain_divergence(kind, beta, *distributions)[mask]
                     values[name] += divergence.tolist()
                     loss = loss + COEFFICIENT * weights[name] * divergence.mean()
             losses.append(loss)
@@ -164,13 +202,14 @@ def distill(store, rank: int, config: Config, folder: Path, states: States) -> R
     return RankResult(worker.holder, gradients, {}, metrics)
 
 
-def assert_distills(folders, student, weights, layout, kind, beta=0.5):
+def assert_distills(folders, student, weights, layout, kind, beta=0.5, top_k=None):
     keys = (f"algorithm.distillation.divergence={kind}", f"algorithm.distillation.beta={beta}")
+    keys += () if top_k is None else (f"algorithm.distillation.top_k={top_k}",)
     config = recipe(folders, student, weights, f"actor.layout={LAYOUTS[layout]}", *keys)
-    exact_states, _ = teacher_states(folders, weights)
+    exact_states, _ = teacher_states(folders, weights, top_k)
     states = {name: {i: x.float() for i, x in found.items()} for name, found in exact_states.items()}
     ranks = run_ranks(config.actor.layout.world_size, distill, config, folders[student], states)
-    exact, plain = plain_update(folders, student, weights, kind, beta)
+    exact, plain = plain_update(folders, student, weights, kind, beta, top_k)
     assert_close(canonical(folders[student], ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
     metrics = merge([rank.metrics for rank in ranks if rank.metrics])
     names = {f"kl/teacher_{name}": name for name in exact.means}
@@ -309,6 +348,19 @@ def test_divergence_from_the_policy_itself_matches_full_logits(folders, student,
         assert metrics[f"kl/teacher_{name}"].value == close_to(exact.means[name], plain.means[name])
 
 
+@pytest.mark.parametrize(
+    ("student", "weights", "layout", "kind"),
+    [
+        ("tied", MIXED, "TP3, sequence parallel", "reverse_kl"),
+        pytest.param("untied", {"large": 1.0}, "TP3", "forward_kl", marks=pytest.mark.exhaustive),
+        pytest.param("untied", MIXED, "CP2", "forward_kl", marks=pytest.mark.exhaustive),
+        pytest.param("tied", {"large": 1.0}, "PP2", "jsd", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_divergence_over_top_tokens_matches_full_logits(folders, student, weights, layout, kind):
+    assert_distills(folders, student, weights, layout, kind, top_k=TOP_K)
+
+
 def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
     worker = TeacherWorker(config, folder, rank, store, threads=1)
     refs = [SampleRef.of(sample, sample) for sample in SAMPLES]
@@ -326,12 +378,38 @@ def test_teacher_returns_the_final_hidden_states(folders, layout):
     assert_close(actual, exact, plain, "hidden states")
 
 
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "TP3, sequence parallel"))
+def test_teacher_returns_its_most_probable_tokens(folders, layout):
+    keys = (f"teachers.layout={LAYOUTS[layout]}", "algorithm.distillation={divergence: reverse_kl, top_k: 5}")
+    config = recipe(folders, "tied", {"large": 1.0}, *keys)
+    ranks = run_ranks(config.teachers.layout.world_size, score, config, folders["large"])
+    exact, plain = (found["large"] for found in teacher_states(folders, {"large": 1.0}, TOP_K))
+    assert sorted(name for found in ranks for name in found) == sorted(exact)
+    actual = {name: next(found[name] for found in ranks if name in found) for name in exact}
+    assert all(torch.equal(actual[name][:, :TOP_K], exact[name][:, :TOP_K]) for name in exact)
+    assert_close(*({name: x[:, TOP_K:] for name, x in found.items()} for found in (actual, exact, plain)), "log-probs")
+
+
+def score_as_self(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    refs = [SampleRef.of(sample, sample) for sample in SAMPLES]
+    return worker.score_as_teacher("large", local_batch(RankBatch.split(refs, worker.packing)[0]))
+
+
+def test_policy_as_a_teacher_returns_its_most_probable_tokens(folders):
+    keys = "algorithm.distillation={divergence: reverse_kl, top_k: 5}"
+    [actual] = run_ranks(1, score_as_self, recipe(folders, "tied", {"large": 1.0}, keys), folders["tied"])
+    exact, plain = (found["tied"] for found in teacher_states(folders, {"tied": 1.0}, TOP_K))
+    assert all(torch.equal(actual[name][:, :TOP_K], exact[name][:, :TOP_K]) for name in exact)
+    assert_close(*({name: x[:, TOP_K:] for name, x in found.items()} for found in (actual, exact, plain)), "log-probs")
+
+
 def test_value_head_has_the_column_before_the_divergences(folders):
     keys = ("algorithm.advantage={estimator: gae}", "critic.shared_backbone=true")
     config = recipe(folders, "untied", {"large": 1.0}, *keys, "algorithm.distillation.divergence=jsd")
     exact_states, _ = teacher_states(folders, {"large": 1.0})
     states = {name: {i: x.float() for i, x in found.items()} for name, found in exact_states.items()}
     [rank] = run_ranks(1, distill, config, folders["untied"], states)
-    exact, plain = plain_update(folders, "untied", {"large": 1.0}, "jsd", 0.5)
+    exact, plain = plain_update(folders, "untied", {"large": 1.0}, "jsd", 0.5, None)
     assert rank.metrics["kl/teacher_large"].value == close_to(exact.means["large"], plain.means["large"])
     assert rank.metrics["value/mean"].value == 0, "the new value head does not return zeros"

@@ -44,21 +44,22 @@ def teachers(tmp_path_factory) -> dict[str, Path]:
 
 def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
     """The advantages of the first step equal log p_teacher − log p_student of transformers, summed over teachers with
-    their weights. One teacher is the policy with a hint in every second row; another teacher sees the same hints."""
+    their weights. One teacher is the policy with a hint in every second row; another teacher, in vLLM and with a layout
+    of its own, sees the same hints."""
     hints = {f"{a}+{a}=": f"{a}+{a}={2 * a}. {a}+{a}=" if a % 2 else None for a in range(8)}
     rows = [{"prompt": prompt, "answer": None, "hint": hint} for prompt, hint in hints.items()]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     models = (
         f"{{name: large, path: {teachers['large']}}}, {{name: hinted, prompt_column: hint, weight: 2.0}}, "
-        f"{{name: small, path: {teachers['small']}, weight: 0.5, prompt_column: hint}}"
+        f"{{name: small, path: {teachers['small']}, weight: 0.5, prompt_column: hint, engine: vllm, layout: {{}}}}"
     )
     run = train_in(
         series,
         tmp_path,
         model,
         *("run.steps=2", f"teachers.models=[{models}]", "rewards.functions=[]", "batch.samples_per_prompt=2"),
-        "teachers={layout: {tp: 2}, tokens_per_microbatch: 256, threads: 1, offload: [parameters]}",
+        "teachers={layout: {tp: 2}, tokens_per_microbatch: 256, threads: 1, offload: [parameters], kv_cache_gib: 0.05}",
         *("algorithm.advantage.estimator=policy_gradient", "algorithm.distillation.coefficient=0.5"),
         *(f"data.source={data}", "actor.offload=[optimizer]", "actor.layout.dp=2"),
     )

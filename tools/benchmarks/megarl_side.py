@@ -24,7 +24,7 @@ from megarl.core.row_batch import TEACHER
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.main_weights import begin_main_weights
 from megarl.megatron.model.build import named_parameters
-from megarl.megatron.model.head import TeacherHeads
+from megarl.megatron.model.head import TeacherDivergence
 from megarl.megatron.routes import model_of
 from megarl.megatron.workers import actor
 from megarl.megatron.workers.actor import ActorWorker
@@ -49,7 +49,7 @@ def main() -> None:
     config = config_of(case, folder)
     baseline = psutil.Process().memory_info().rss
     store = dist.FileStore(str(folder / "store"), config.actor.layout.world_size)
-    actor.load_teacher_heads = random_teacher_head
+    actor.prepare_divergence = random_teacher_head
     worker = RandomActor(config, folder, rank, store, case.threads)
     if case.padded:
         worker.packing = replace(worker.packing, document_multiple=case.longest)
@@ -78,10 +78,10 @@ def main() -> None:
 
 
 def random_teacher_head(head: Any, teachers: Sequence[Any], distillation: Distillation, dtype: torch.dtype) -> None:
-    """Add an output layer with random weights to the actor's head, in place of `load_teacher_heads`."""
+    """Add an output layer with random weights to the actor's head, in place of `prepare_divergence`."""
     assert distillation.divergence != "sampled", "a sampled divergence needs no output layer"
     weight = torch.empty(head.output_size_per_partition, head.input_size, dtype=dtype).normal_(std=0.02)
-    head.teachers = TeacherHeads([weight], distillation.divergence, distillation.beta)
+    head.teachers = TeacherDivergence(distillation.divergence, distillation.beta, [weight])
 
 
 def with_teacher_states(worker: ActorWorker, batch: LocalBatch) -> LocalBatch:

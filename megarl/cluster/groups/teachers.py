@@ -1,23 +1,25 @@
-"""Teachers: frozen language models in Megatron, and the policy or the reference with privileged prompts."""
+"""Teachers: frozen language models in Megatron or in vLLM, and the policy or the reference with privileged prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.actor import ActorHandle
 
 from megarl.cluster.groups.ranks import RankGroup, UntrainedRank
 from megarl.cluster.groups.remote import remote
+from megarl.cluster.groups.scoring_engines import ScoringEngineActor, ScoringEngineGroup
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import RankBatch, ScoreRef, Scores, join_by_sample
+from megarl.cluster.rank_batch import RankBatch, Replacement, Scores, join_by_sample
 from megarl.cluster.session import Session
 from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
@@ -27,6 +29,7 @@ from megarl.data.packing import Packing
 
 if TYPE_CHECKING:
     from megarl.data.prompts import PromptSet
+    from megarl.rollout.vllm.teacher import VllmTeacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +68,35 @@ class ScoredPrompts:
             config.rollout.context_length,
         )
 
-    def batches(
-        self, samples: Sequence[SampleRef], packing: Packing, feedback: Mapping[str, Scores] = MappingProxyType({})
-    ) -> list[RankBatch]:
-        """Return each data-parallel rank's batch for a pass over the samples of these prompts, or an empty list without
-        such samples. With privileged prompts, leave out samples that do not start with the row's prompt or would exceed
-        rollout.context_length. Raise a UserError if the first sample of a rollout does not start with it. `feedback`:
-        references to prompts with feedback, int32 [P], by reward function and sample id. If the teacher sees feedback,
-        leave out samples without any."""
+    def chosen(
+        self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
+    ) -> tuple[list[SampleRef], dict[str, Replacement]]:
+        """Return the samples of these prompts, and the token ids that replace their prompts, by sample id; empty if the
+        teacher sees the samples' own prompts. With privileged prompts, leave out samples that do not start with the
+        row's prompt or would exceed rollout.context_length. Raise a UserError if the first sample of a rollout does not
+        start with it. `feedback`: references to prompts with feedback, int32 [P], by reward function and sample id. If
+        the teacher sees feedback, leave out samples without any."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
-        privileged: dict[str, NDArray[np.int32] | ScoreRef] = {}
+        privileged: dict[str, Replacement] = {}
         if self.teacher.feedback is not None:
             given = feedback.get(self.teacher.feedback, {})
             privileged = {sample.id: given[sample.id] for sample in own if sample.id in given}
         elif self.privileged is not None:
             privileged = {item.id: self.privileged[item.prompt_id] for item in own if self._starts_with_prompt(item)}
         else:
-            return RankBatch.split(own, packing) if own else []
+            return own, {}
         own = [item for item in own if item.id in privileged and self._fits(item, len(privileged[item.id]))]
-        return RankBatch.split_privileged(own, packing, privileged) if own else []
+        return own, {item.id: privileged[item.id] for item in own}
+
+    def batches(
+        self, samples: Sequence[SampleRef], packing: Packing, feedback: Mapping[str, Scores] = MappingProxyType({})
+    ) -> list[RankBatch]:
+        """Return each data-parallel rank's batch for a pass over the chosen samples, or an empty list without such
+        samples."""
+        own, privileged = self.chosen(samples, feedback)
+        if not privileged:
+            return RankBatch.split(own, packing) if own else []
+        return RankBatch.split_privileged(own, packing, privileged)
 
     def _fits(self, sample: SampleRef, num_prompt_tokens: int) -> bool:
         return num_prompt_tokens + sample.num_response_tokens <= self.context_length
@@ -113,7 +126,7 @@ class TeacherGroup(RankGroup):
     actor_class, title = TeacherActor, "TeacherActor"
 
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
-        super().__init__(session, config, "teachers", folder, processes)
+        super().__init__(session, _config_of(config, teacher), "teachers", folder, processes)
         self.role, self.scores = f"teacher {teacher.name}", teacher.scores
         self._prompts = ScoredPrompts(teacher)
 
@@ -128,9 +141,71 @@ class TeacherGroup(RankGroup):
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> Pending[Scores]:
         """Score the samples of the teacher's prompts. Return sample id -> log-prob of each response token, float32 [R],
-        or final hidden states, [R, h]. See TeacherWorker.score_tokens. `feedback`: as in ScoredPrompts.batches."""
+        final hidden states, [R, h], or most probable tokens. See TeacherWorker.score_tokens. `feedback`: as in
+        ScoredPrompts.chosen."""
         batches = self._prompts.batches(samples, self.packing, feedback)
         return self._score_tokens.on_each(self._by_rank(batches)) if batches else ready({})
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class TeacherEngineActor(ScoringEngineActor):
+    """One engine of a teacher in vLLM."""
+
+    section = "teachers"
+
+    def _arguments(self) -> dict[str, Any]:
+        from megarl.rollout.vllm.teacher import teacher_arguments
+
+        return teacher_arguments(self._config, self._model_folder)
+
+    def _load(self, arguments: Mapping[str, Any]) -> VllmTeacher:
+        from megarl.rollout.vllm.teacher import VllmTeacher
+
+        return VllmTeacher(arguments, self._config.rollout.temperature)
+
+    def score(self, samples: Sequence[SampleRef], privileged: Mapping[str, Replacement]) -> Scores:
+        """Score samples. `privileged`: as in RankBatch."""
+        fetched = RankBatch(tuple(samples), (), privileged).fetch_samples()
+        return self._put_scores([item.sample for item in fetched])
+
+
+class TeacherEngineGroup(ScoringEngineGroup):
+    """All engines of one teacher in vLLM."""
+
+    actor_class, title = TeacherEngineActor, "TeacherEngineActor"
+
+    @remote(timeout="passes")
+    def _score(self, samples: Sequence[SampleRef], privileged: Mapping[str, Replacement]) -> Scores: ...
+
+    def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
+        self.role, self.scores = f"{teacher.name} teacher", teacher.scores
+        super().__init__(session, _config_of(config, teacher), folder, processes, "teachers")
+        self._prompts = ScoredPrompts(teacher)
+
+    def select(self, data: PromptSet, config: Config) -> None:
+        """See TeacherGroup.select."""
+        self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
+
+    def score_tokens(
+        self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
+    ) -> Pending[Scores]:
+        """Return the log-probs or the most probable tokens as in TeacherGroup.score_tokens."""
+        own, privileged = self._prompts.chosen(samples, feedback)
+
+        def start(actor: ActorHandle, part: Sequence[SampleRef]) -> ray.ObjectRef:
+            replacements = {item.id: privileged[item.id] for item in part} if privileged else {}
+            return self._score.on(actor, [replace(item, scores={}) for item in part], replacements)
+
+        return self._route_samples("teachers", own, self._score.method, start)
+
+
+def _config_of(config: Config, teacher: Teacher) -> Config:
+    """Return the config for the teacher's processes, which read its layout from section `teachers`."""
+    return config.model_copy(update={"teachers": config.teachers.for_ranks_of(teacher)})
+
+
+PlacedTeacher = TeacherGroup | TeacherEngineGroup
+"""A teacher with processes of its own."""
 
 
 class SelfTeacher:
@@ -153,10 +228,10 @@ class SelfTeacher:
 
 
 def scores_in_turn(
-    teachers: Sequence[TeacherGroup],
+    teachers: Sequence[PlacedTeacher],
     samples: Sequence[SampleRef],
     feedback: Mapping[str, Scores] = MappingProxyType({}),
 ) -> dict[str, Scores]:
     """Return each teacher's scores keyed by Teacher.scores. Teachers share devices, so they compute one after another.
-    `feedback`: as in ScoredPrompts.batches."""
+    `feedback`: as in ScoredPrompts.chosen."""
     return {teacher.scores: teacher.score_tokens(samples, feedback).result() for teacher in teachers}

@@ -141,7 +141,7 @@ def min_host_bytes(config: Config, models: Models, policy: ModelParameters) -> d
         if role == "actor" and config.keeps_reference and settings.adapters is None:
             parts["reference: weights"] = weights
     for name, model in models.teachers.items():
-        layout = config.teachers.layout
+        layout = config.teacher_section(name).layout
         weights = sum(stage.weights for stage in stages_of(model, layout))
         parts[f"teacher {name}: weights"] = layout.tp * layout.cp * layout.dp * weights
     rollout = config.rollout

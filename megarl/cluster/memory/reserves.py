@@ -7,12 +7,12 @@ and vLLM source code where possible, or measured (see core/measured.py). Assumpt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megarl.cluster.memory.rank import FLOAT32, item_bytes
 from megarl.config.device_spans import num_devices
-from megarl.config.model_schema import Layout, Placed, Role
+from megarl.config.model_schema import Layout, Placed, RewardModel, Role, Teachers
 from megarl.config.rollout_schema import Rollout
 from megarl.config.rules.shared_gpu import weights_travel
 from megarl.config.schema import Config
@@ -27,6 +27,9 @@ MIB, GIB = 2**20, 2**30
 
 MAX_SEQUENCES = 1024
 """vLLM's default for the maximum number of concurrent sequences on GPUs with 70 GiB or more."""
+
+PROMPT_CHUNK = 1024
+"""Number of prompt tokens whose log-probs vLLM computes at once on GPUs (worker/gpu/sample/prompt_logprob.py)."""
 
 CONTEXTS, NCCL, FP8, FRAGMENTS = "CUDA contexts", "NCCL", "fp8 copies of weights", "fragments"
 GRAPHS, ACTIVATIONS, LOGITS = "CUDA graphs", "engine: activations", "engine: logits"
@@ -83,7 +86,7 @@ def gpu_reserve(
     engine: ModelShape | None,
     reward: ModelShape | None,
     gpus_per_node: int,
-    teachers: Sequence[ModelShape] = (),
+    teachers: Mapping[str, ModelShape] | None = None,
 ) -> dict[str, float]:
     """Return the items that are always on a GPU, for its own processes and for processes on other GPUs that read its
     weights.
@@ -92,7 +95,7 @@ def gpu_reserve(
         held: for each trained model with a rank on the GPU, its shape and the rank's matrices (see RankParameters).
         engine: model shape of the engine with a rank on the GPU; None without an engine.
         reward: shape of the reward model with a rank on the GPU; None without a reward model.
-        teachers: shapes of the teachers with a rank on the GPU.
+        teachers: shapes of the teachers with a rank on the GPU, by name.
     """
     sends = not config.is_offline and weights_travel(config, gpus_per_node)
     items = [
@@ -109,7 +112,7 @@ def gpu_reserve(
         items.append(engine_reserve(config, engine, gpus_per_node))
     if reward is not None:
         items.append(_reward_model_reserve(config, reward, gpus_per_node))
-    items += [trainer_reserve(config.teachers, shape, 0, gpus_per_node) for shape in teachers]
+    items += [_teacher_reserve(config, name, shape, gpus_per_node) for name, shape in (teachers or {}).items()]
     return sum_by_name(*items)
 
 
@@ -236,16 +239,30 @@ def _reward_model_reserve(config: Config, shape: ModelShape, gpus_per_node: int)
     settings = config.reward_model
     if settings.engine == "megatron":
         return trainer_reserve(settings, shape, 0, gpus_per_node)
-    tokens = settings.tokens_per_microbatch
-    items = _engine_process(settings.vllm_overrides, shape, settings.layout.tp, tokens, gpus_per_node)
-    activations = _activations(shape, settings.layout.tp, tokens)
-    activations += _workspace(settings.vllm_overrides, shape, settings.layout.tp, tokens)
-    held = {**items, "reward model: activations": activations * item_bytes(config)}
-    if settings.judges:
-        sequences = min(settings.vllm_overrides.get("max_num_seqs", MAX_SEQUENCES), tokens)
-        copies = _copies_of_logits(settings.layout.tp, changed=True)
-        held["reward model: logits"] = sequences * shape.vocab * FLOAT32 * copies
-    return held
+    sequences = min(settings.vllm_overrides.get("max_num_seqs", MAX_SEQUENCES), settings.tokens_per_microbatch)
+    rows = sequences if settings.judges else 0
+    return _scoring_engine_reserve(config, "reward model", settings, shape, rows, gpus_per_node)
+
+
+def _teacher_reserve(config: Config, name: str, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:
+    settings = config.teacher_section(name)
+    if settings.engine == "megatron":
+        return trainer_reserve(settings, shape, 0, gpus_per_node)
+    rows = min(PROMPT_CHUNK, settings.tokens_per_microbatch)
+    return _scoring_engine_reserve(config, f"teacher {name}", settings, shape, rows, gpus_per_node)
+
+
+def _scoring_engine_reserve(
+    config: Config, name: str, settings: RewardModel | Teachers, shape: ModelShape, rows: int, gpus_per_node: int
+) -> dict[str, float]:
+    """Return the items of an engine that scores samples. rows: number of tokens whose logits exist at once."""
+    tp, tokens = settings.layout.tp, settings.tokens_per_microbatch
+    items = _engine_process(settings.vllm_overrides, shape, tp, tokens, gpus_per_node)
+    activations = _activations(shape, tp, tokens) + _workspace(settings.vllm_overrides, shape, tp, tokens)
+    logits = rows * shape.vocab * FLOAT32 * _copies_of_logits(tp, changed=True)
+    return {**items, f"{name}: activations": activations * item_bytes(config)} | (
+        {f"{name}: logits": logits} if rows else {}
+    )
 
 
 def _engine_process(

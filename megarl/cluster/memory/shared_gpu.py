@@ -10,7 +10,7 @@ from megarl.cluster.memory.parameters import draft_parts, engine_holder
 from megarl.cluster.memory.rank import RankMemory, RankParameters, item_bytes, rank_memory
 from megarl.cluster.memory.reserves import GIB, awake_reserve, gpu_reserve, sampling_reserve
 from megarl.config.device_spans import ENGINE, NAMES, device_spans
-from megarl.config.model_schema import Placed, Role, Trained
+from megarl.config.model_schema import Placed, RewardModel, Role, Teachers, Trained
 from megarl.config.rules.shared_gpu import weights_travel
 from megarl.config.schema import Config
 from megarl.models.denoiser import shape_of
@@ -93,8 +93,11 @@ def _reserve(
             rank = RankParameters.of(model_config, settings.layout, gpu - span.start) if copied else None
             held[role] = shape_of(model_config), rank.matrices if rank else 0
     scorer = None if reward is None or gpu not in spans[NAMES["reward_model"]] else ModelShape.of(reward)
-    has_teachers = bool(teachers) and gpu in spans[NAMES["teachers"]]
-    shapes = [ModelShape.of(hf_config) for hf_config in teachers.values()] if has_teachers else []
+    shapes = {
+        name: ModelShape.of(hf_config)
+        for name, hf_config in teachers.items()
+        if gpu - spans[NAMES["teachers"]].start in range(config.teacher_section(name).layout.world_size)
+    }
     return gpu_reserve(config, held, engine, scorer, gpus_per_node, shapes)
 
 
@@ -186,23 +189,34 @@ def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -
         return {}
     if settings.engine == "megatron":
         return {"reward model: weights": _memory(config, settings, hf_config, gpu - span.start).weights}
-    weights = huggingface_holder(hf_config, config.model.dtype).shard.num_bytes / settings.layout.tp
-    return {"reward model: weights": weights, "reward model: KV cache": settings.kv_cache_gib * GIB}
+    return scoring_engine_parts(config, "reward model", settings, hf_config)
 
 
 def teacher_parts(config: Config, teachers: Mapping[str, Mapping[str, Any]], gpu: int) -> dict[str, float]:
-    """Return the bytes of the teachers' weights that stay on a GPU while other models or engines compute there.
+    """Return the bytes of the teachers that stay on a GPU while other models or engines compute there, by their name.
 
     Args:
         teachers: config.json of each teacher by name.
     """
-    settings = config.teachers
-    if not teachers or settings.offload or gpu not in (span := device_spans(config)[NAMES["teachers"]]):
-        return {}
-    return {
-        f"teacher {name}: weights": _memory(config, settings, hf_config, gpu - span.start).weights
-        for name, hf_config in teachers.items()
-    }
+    parts: dict[str, float] = {}
+    for name, hf_config in teachers.items():
+        settings = config.teacher_section(name)
+        rank = gpu - device_spans(config)[NAMES["teachers"]].start
+        if rank not in range(settings.layout.world_size):
+            continue
+        if settings.engine == "vllm":
+            parts |= scoring_engine_parts(config, f"teacher {name}", settings, hf_config)
+        elif not settings.offload:
+            parts[f"teacher {name}: weights"] = _memory(config, settings, hf_config, rank).weights
+    return parts
+
+
+def scoring_engine_parts(
+    config: Config, name: str, settings: RewardModel | Teachers, hf_config: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return the bytes of an engine's weights and KV cache, which stay on its GPUs. `name`: of the model."""
+    weights = huggingface_holder(hf_config, config.model.dtype).shard.num_bytes / settings.layout.tp
+    return {f"{name}: weights": weights, f"{name}: KV cache": settings.kv_cache_gib * GIB}
 
 
 def teacher_head_parts(

@@ -7,10 +7,11 @@ effect only under a condition. Rules that relate keys to a model's config.json a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.evaluation import config_of_set
+from megarl.config.model_schema import Placed, entry_prefix, layout_key
 from megarl.config.rules import (
     actor,
     algorithm,
@@ -38,10 +39,20 @@ def check(config: Config, defaults: Mapping[str, Any]) -> None:
     if rules are violated; the message has one line per violation."""
     violations = (
         *(rule(config) for section in SECTIONS for rule in section.RULES),
-        *(rule(f"{model.section}.layout.", model.layout) for model in config.all_placed for rule in layout.RULES),
+        *(_of_layout(model) for model in config.all_placed),
         *(rule(item, config_of_set(config, item)) for item in config.evaluation.sets for rule in evaluation.SET_RULES),
-        *(rule(config, model) for model in config.all_placed for rule in models.PLACED_RULES),
+        *(_of_placed(config, model) for model in config.all_placed),
         *(rule(config, model) for model in config.all_trained for rule in models.TRAINED_RULES),
         keys_without_effect(config, defaults),
     )
     raise_all(line for lines in violations for line in lines)
+
+
+def _of_layout(placed: Placed) -> Iterator[str]:
+    for rule in layout.RULES:
+        yield from (f"{entry_prefix(placed)}{line}" for line in rule(f"{layout_key(placed)}.", placed.layout))
+
+
+def _of_placed(config: Config, placed: Placed) -> Iterator[str]:
+    for rule in models.PLACED_RULES:
+        yield from (f"{entry_prefix(placed)}{line}" for line in rule(config, placed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.learning_rate import num_updates
-from megarl.config.model_schema import Placed, Trained
+from megarl.config.model_schema import Placed, Trained, layout_key
 from megarl.config.schema import Config
 
 
@@ -89,7 +89,7 @@ def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> Itera
     needed = together * (-(-context // (2 * cp)) * 2 if cp > 1 else context)
     if budget >= needed:
         return
-    ranks = f" on {role}.layout.cp={cp} ranks" if cp > 1 else ""
+    ranks = f" on {layout_key(placed)}.cp={cp} ranks" if cp > 1 else ""
     unit, tokens = ("a sample", f"{key}={context}") if together == 1 else ("a pair", f"2 x {key}={context}")
     yield (
         f"{role}.tokens_per_microbatch={budget}: {unit} can have up to {tokens} tokens{ranks} and is never split over "
@@ -98,7 +98,7 @@ def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> Itera
 
 
 def every_data_parallel_rank_has_a_sample(config: Config, placed: Placed) -> Iterator[str]:
-    role = placed.section
+    key = f"{layout_key(placed)}.dp"
     dp, prompts, per_prompt = placed.layout.dp, config.batch.prompts_per_update, config.batch.samples_per_prompt
     units, what = prompts * per_prompt, f"samples ({prompts} prompts x {per_prompt} samples)"
     if placed is config.actor and config.algorithm.objective.spec.is_pairwise:
@@ -107,8 +107,8 @@ def every_data_parallel_rank_has_a_sample(config: Config, placed: Placed) -> Ite
         units, what = prompts, "rows"
     if dp > units:
         yield (
-            f"{role}.layout.dp={dp}: an update has only {units} {what}, but each data-parallel rank needs at least "
-            f"one. Fix: set {role}.layout.dp to at most {units}, or raise batch.prompts_per_update"
+            f"{key}={dp}: an update has only {units} {what}, but each data-parallel rank needs at least one. Fix: set "
+            f"{key} to at most {units}, or raise batch.prompts_per_update"
         )
 
 

@@ -219,6 +219,11 @@ KEY_REQUIREMENTS = (
         "algorithm.distillation.divergence=sampled",
         {"algorithm.distillation.estimator": None, "algorithm.distillation.limit": None},
     ),
+    KeyRequirement(
+        "algorithm.distillation.divergence=reverse_kl",
+        lambda config: not config.algorithm.distillation.is_sampled,
+        {"algorithm.distillation.top_k": None},
+    ),
     _if_equal("algorithm.distillation.divergence=jsd", ("algorithm.distillation.beta",)),
     KeyRequirement(
         "rollout.prefix_share=0.5 or algorithm.distillation.on_policy_share=0.5",
@@ -230,6 +235,16 @@ KEY_REQUIREMENTS = (
         "teachers.models=[{name: NAME, path: PATH}]",
         lambda config: any(teacher.path is not None for teacher in config.teachers.models),
         tuple(f"teachers.{name}" for name in Teachers.model_fields if name != "models"),
+    ),
+    KeyRequirement(
+        "teachers.models=[{name: NAME, path: PATH, engine: vllm}]",
+        lambda config: not config.placed_teachers or "vllm" in config.teacher_engines,
+        ("teachers.kv_cache_gib", "teachers.vllm_overrides"),
+    ),
+    KeyRequirement(
+        "teachers.models=[{name: NAME, path: PATH, engine: megatron}]",
+        lambda config: not config.placed_teachers or "megatron" in config.teacher_engines,
+        {"teachers.offload": []},
     ),
     KeyRequirement(
         "reward_model.input_format=question", lambda config: config.reward_model.judges, ("reward_model.judge",)

@@ -1,4 +1,4 @@
-"""Rules for the sections `rollout` and `logprob_check`, and for both `vllm_overrides`."""
+"""Rules for the sections `rollout` and `logprob_check`, and for all `vllm_overrides`."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def _staleness(config: Config) -> str:
 
 
 def overrides_exclude_managed_arguments(config: Config) -> Iterator[str]:
-    extras = {"rollout": config.rollout.vllm_overrides, "reward_model": config.reward_model.vllm_overrides}
+    sections = {"rollout": config.rollout, "reward_model": config.reward_model, "teachers": config.teachers}
+    extras = {name: section.vllm_overrides for name, section in sections.items()}
     lines = []
     for section, homes in MANAGED.items():
         for name in homes.keys() & extras[section].keys():

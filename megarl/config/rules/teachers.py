@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.model_schema import Teacher
+from megarl.config.model_schema import Layout, Teacher
 from megarl.config.schema import Config
 
 
@@ -111,6 +111,53 @@ def feedback_is_on_single_responses(config: Config) -> Iterator[str]:
         )
 
 
+def teachers_in_vllm_have_their_own_model(config: Config) -> Iterator[str]:
+    for teacher in config.teachers.models:
+        if teacher.path is None and (teacher.engine == "vllm" or teacher.layout is not None):
+            key = "engine=vllm" if teacher.engine == "vllm" else "layout"
+            yield (
+                f"teachers.models: {teacher.name} with {key}: has no effect with path=null, because the teacher runs "
+                f"on the actor's ranks. Fix: set path, or remove {key.partition('=')[0]}"
+            )
+
+
+def teachers_in_vllm_use_only_tp_and_dp(config: Config) -> Iterator[str]:
+    for teacher, layout in _in_vllm(config):
+        other = {key: value for key, value in layout.model_dump().items() if key not in ("tp", "dp") and value}
+        assignments = [f"{key}={str(value).lower()}" for key, value in other.items() if value is True or value != 1]
+        if assignments:
+            where = "teachers.layout" if teacher.layout is None else "its layout"
+            yield (
+                f"teachers.models: {teacher.name} with engine=vllm: teachers in vLLM support only tp and dp, but "
+                f"{where} has {', '.join(assignments)}. Fix: set layout={{tp: {layout.tp}, dp: {layout.dp}}} for "
+                f"{teacher.name}, or set engine=megatron"
+            )
+
+
+def teachers_in_vllm_return_log_probs(config: Config) -> Iterator[str]:
+    divergence, top_k = config.algorithm.distillation.divergence, config.rollout.top_k
+    for teacher, _ in _in_vllm(config):
+        entry = f"teachers.models: {teacher.name} with engine=vllm"
+        if config.distills_exactly:
+            yield (
+                f"{entry}: an exact divergence (algorithm.distillation.divergence={divergence}) needs the teacher's "
+                "hidden states, which vLLM does not return. Fix: set algorithm.distillation.top_k=64, or set "
+                "engine=megatron"
+            )
+        if top_k is not None:
+            yield (
+                f"{entry}: vLLM normalizes the log-probs of given tokens over the full vocabulary, but the actor's "
+                f"refer to the candidate tokens of rollout.top_k={top_k}. Fix: set rollout.top_k=null and "
+                "rollout.top_p=1, or set engine=megatron"
+            )
+
+
+def _in_vllm(config: Config) -> list[tuple[Teacher, Layout]]:
+    """Return the teachers in vLLM, and their layouts."""
+    teachers = config.teachers
+    return [(teacher, teachers.layout_of(teacher)) for teacher, _ in config.placed_teachers if teacher.engine == "vllm"]
+
+
 def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
     teacher = _first_with_prompts(config)
     if teacher is None:
@@ -153,8 +200,8 @@ def given_responses_need_a_column(config: Config) -> Iterator[str]:
         )
 
 
-def given_responses_need_an_exact_divergence(config: Config) -> Iterator[str]:
-    if config.trains_given_responses and not config.is_offline and not config.algorithm.distillation.is_exact:
+def given_responses_need_distributions(config: Config) -> Iterator[str]:
+    if config.trains_given_responses and not config.is_offline and config.algorithm.distillation.is_sampled:
         yield (
             f"{_share(config)}: algorithm.distillation.divergence=sampled estimates the KL from tokens that the policy "
             "sampled. Fix: set algorithm.distillation.divergence to forward_kl, reverse_kl or jsd"
@@ -190,21 +237,21 @@ def _share(config: Config) -> str:
     return f"algorithm.distillation.on_policy_share={config.algorithm.distillation.on_policy_share:g}"
 
 
-def exact_divergence_is_in_the_loss(config: Config) -> Iterator[str]:
+def divergence_of_distributions_is_in_the_loss(config: Config) -> Iterator[str]:
     key, distillation = "algorithm.distillation", config.algorithm.distillation
-    if distillation.is_exact and distillation.placement != "loss":
+    if not distillation.is_sampled and distillation.placement != "loss":
         yield (
-            f"{key}.divergence={distillation.divergence}: an exact divergence must be a loss, because an "
+            f"{key}.divergence={distillation.divergence}: a divergence of distributions must be a loss, because an "
             f"advantage applies only to the sampled token. Fix: set {key}.placement=loss, or set "
             f"{key}.divergence=sampled"
         )
 
 
-def exact_divergence_covers_the_vocabulary(config: Config) -> Iterator[str]:
-    divergence, top_k = config.algorithm.distillation.divergence, config.rollout.top_k
-    if config.algorithm.distillation.is_exact and top_k is not None:
+def divergence_of_distributions_covers_the_vocabulary(config: Config) -> Iterator[str]:
+    distillation, top_k = config.algorithm.distillation, config.rollout.top_k
+    if not distillation.is_sampled and top_k is not None:
         yield (
-            f"algorithm.distillation.divergence={divergence}: an exact divergence needs the full vocabulary, but "
+            f"algorithm.distillation.divergence={distillation.divergence}: it needs the full vocabulary, but "
             f"rollout.top_k={top_k} limits the policy to candidate tokens. Fix: set rollout.top_k=null and "
             "rollout.top_p=1, or set algorithm.distillation.divergence=sampled"
         )
@@ -219,13 +266,16 @@ RULES = (
     feedback_is_on_single_responses,
     prompt_columns_require_rows_of_files,
     prompt_columns_require_checked_rollouts,
+    teachers_in_vllm_have_their_own_model,
+    teachers_in_vllm_use_only_tp_and_dp,
+    teachers_in_vllm_return_log_probs,
     distillation_alone_needs_no_rounds,
     distillation_alone_does_not_end,
     teacher_sources_require_source_column,
     given_responses_need_a_column,
-    given_responses_need_an_exact_divergence,
+    given_responses_need_distributions,
     given_responses_have_no_rewards,
     given_responses_are_not_offline,
-    exact_divergence_is_in_the_loss,
-    exact_divergence_covers_the_vocabulary,
+    divergence_of_distributions_is_in_the_loss,
+    divergence_of_distributions_covers_the_vocabulary,
 )

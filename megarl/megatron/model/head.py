@@ -1,5 +1,6 @@
 """Output layer of the last stage. For the requested rows in a pack, it returns the target tokens' log-probs, the
-entropies and, if requested, the divergences from teachers, or a classifier's scores. It does not return logits."""
+entropies and, if requested, the divergences from teachers, or a classifier's scores. A teacher's layer returns what its
+divergence needs. No logits are returned."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ from megarl.ops.divergence import DivergenceKind, divergence
 from megarl.ops.linear_head import log_prob_and_entropy
 from megarl.ops.output_layer import OutputLayer
 from megarl.ops.packed_attention import take
+from megarl.ops.top_divergence import top_divergence
+from megarl.ops.top_tokens import TopTokens, top_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class ScoredRows:
 
     Attributes:
         rows: int64 [n], ascending indices among the requested rows.
-        states: [n, h'], the teacher's final hidden states; [0, 0] if there are no such rows.
+        states: [n, h'], the teacher's final hidden states, or packed TopTokens, float32 [n, 2k + 1], for a divergence
+            over these tokens; [0, 0] if there are no such rows.
     """
 
     rows: torch.Tensor
@@ -63,17 +67,18 @@ class HeadRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherHeads:
-    """The teachers' output layers, and the kind of divergence from their distributions.
+class TeacherDivergence:
+    """How the head computes the divergence from teachers.
 
     Attributes:
-        weights: each teacher's output weight for this rank's shard of the vocabulary, [V/tp, h'].
         kind, beta: as in ops.divergence.
+        weights: each teacher's output weight for this rank's shard of the vocabulary, [V/tp, h']; None: the divergence
+            is over the teachers' most probable tokens and the rest.
     """
 
-    weights: Sequence[torch.Tensor]
     kind: DivergenceKind
     beta: float
+    weights: Sequence[torch.Tensor] | None = None
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -84,9 +89,11 @@ class LogProbHead(ColumnParallelLinear):
 
     Attributes:
         returns_hidden: whether to return the rows' hidden states instead, [N, 1, h] in the model's dtype.
+        top_k: number of most probable tokens to return instead, as packed TopTokens, float32 [N, 1, 2k + 1]; None: the
+            head returns scores.
         value_head: optional head that adds a third column, the value.
-        teachers: the teachers' output layers; None without an exact divergence. If the request has scored rows,
-            one column per teacher follows: the divergence, or UNSCORED in rows that the teacher does not score.
+        teachers: None with a sampled divergence or without teachers. If the request has scored rows, one column per
+            teacher follows: the divergence, or UNSCORED in rows that the teacher does not score.
         predict_second: maps the input and MtpInput to the hidden states that predict the tokens after the next ones;
             None if the model has no MTP layer. If it is trained, the last column is w·(−log-prob) of these tokens.
     """
@@ -96,8 +103,9 @@ class LogProbHead(ColumnParallelLinear):
     logits_dtype: torch.dtype
     request: HeadRequest | None = None
     returns_hidden: bool = False
+    top_k: int | None = None
     value_head: ValueHead | None
-    teachers: TeacherHeads | None = None
+    teachers: TeacherDivergence | None = None
     predict_second: Callable[[torch.Tensor, MtpInput], torch.Tensor] | None
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
@@ -108,6 +116,10 @@ class LogProbHead(ColumnParallelLinear):
         hidden = self._selected(input_, request.rows)
         if self.returns_hidden:
             return hidden[:, None], None
+        if self.top_k is not None:
+            bias = self._bias_of(weight)
+            options = self.temperature, self.vocab_size, self.process_group, bias, self.logits_dtype
+            return top_tokens(hidden, weight, self.top_k, *options).packed[:, None], None
         scored, divergences = self._score(hidden, weight, request)
         if self.value_head is not None:
             scored = torch.cat((scored, self.value_head(input_, request.rows)), -1)
@@ -133,7 +145,7 @@ class LogProbHead(ColumnParallelLinear):
         """Return log-prob and entropy, float32 [N, 2], and the divergence from each teacher, float32 [N, 1]."""
         targets = request.targets
         if len(request.scored_rows) == 1 and len(request.scored_rows[0].rows) == len(targets) > 0:
-            # Exact divergences exclude candidate tokens.
+            # Divergences over the vocabulary exclude candidate tokens.
             scored = self._divergence(hidden, weight, 0, request.scored_rows[0].states, targets)
             return scored[:, :2], [scored[:, 2:]]
         columns = []
@@ -172,12 +184,10 @@ class LogProbHead(ColumnParallelLinear):
         states: torch.Tensor,
         targets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the result of `divergence` for this teacher's hidden states."""
-        assert self.teachers is not None, "the teachers' output layers are not loaded"
-        return divergence(
-            hidden,
-            weight,
-            OutputLayer(states, self.teachers.weights[number], logits_dtype=self.logits_dtype),
+        """Return the result of `divergence` for this teacher's hidden states, or that of `top_divergence` for its most
+        probable tokens."""
+        assert self.teachers is not None, "the head does not know the kind of divergence"
+        options = (
             self.teachers.kind,
             self.temperature,
             self.vocab_size,
@@ -187,6 +197,10 @@ class LogProbHead(ColumnParallelLinear):
             self.logits_dtype,
             targets,
         )
+        if self.teachers.weights is None:
+            return top_divergence(hidden, weight, TopTokens.unpacked(states), *options)
+        teacher = OutputLayer(states, self.teachers.weights[number], logits_dtype=self.logits_dtype)
+        return divergence(hidden, weight, teacher, *options)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -268,23 +282,29 @@ def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel
     return take(hidden[:, 0], rows).float()
 
 
+def heads_of(chunks: Sequence[torch.nn.Module]) -> list[LogProbHead]:
+    """Return the language model heads on this rank: one on the last stage. The chunks may be wrapped."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
+
+
 @contextmanager
-def returning_hidden(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Return a context manager within which language model heads return hidden states. The chunks may be wrapped."""
-    heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
+def returning_states(chunks: Sequence[torch.nn.Module], hidden: bool, top_k: int | None) -> Iterator[None]:
+    """Return a context manager within which language model heads return hidden states, if `hidden` is set, or their
+    `top_k` most probable tokens. With neither, they return scores. The chunks may be wrapped."""
+    heads = heads_of(chunks)
     for head in heads:
-        head.returns_hidden = True
+        head.returns_hidden, head.top_k = hidden, top_k
     try:
         yield
     finally:
         for head in heads:
-            head.returns_hidden = False
+            head.returns_hidden, head.top_k = False, None
 
 
 @contextmanager
 def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator[None]:
     """Return a context manager that changes the temperature of language model heads. The chunks may be wrapped."""
-    heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
+    heads = heads_of(chunks)
     before = [head.temperature for head in heads]
     for head in heads:
         head.temperature = temperature

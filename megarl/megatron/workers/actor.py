@@ -46,10 +46,10 @@ from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import ChangedShare
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.build import adapter_parameters
-from megarl.megatron.model.head import LogProbHead, returning_hidden, scored_at
+from megarl.megatron.model.head import LogProbHead, returning_states, scored_at
 from megarl.megatron.model.mtp import has_trained_mtp, shared_embedding
 from megarl.megatron.routes import model_of
-from megarl.megatron.teacher_heads import copy_output_weight, load_teacher_heads
+from megarl.megatron.teacher_heads import copy_output_weight, prepare_divergence
 from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.trust_region import take_step
@@ -68,11 +68,11 @@ class ActorWorker(TrainerWorker):
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         super().__init__(config, model_folder, rank, store, threads)
         self._changed_share = ChangedShare(self.optimizer, device.device())
-        if config.distills_exactly and parallel.is_last_stage(None):
+        if config.compares_distributions and parallel.is_last_stage(None):
             head: Any = model_of(self.chunks[-1]).output_layer
             paths = [teacher.path for teacher in config.teachers.models]
             folders = [None if path is None else Path(path) for path in paths]
-            load_teacher_heads(head, folders, config.algorithm.distillation, self.dtype)
+            prepare_divergence(head, folders, config.algorithm.distillation, self.dtype)
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """Coefficient of the KL to the reference. Changes between steps if algorithm.kl.adaptive_target is set."""
@@ -99,7 +99,7 @@ class ActorWorker(TrainerWorker):
         loss, coefficient = self._loss_of_objective, self._config.actor.mtp.loss_coefficient
         if self._config.trains_given_responses:
             loss = on_sampled_tokens(loss)
-        if self._config.distills_exactly and self._teachers:
+        if self._config.compares_distributions and self._teachers:
             loss = with_distillation_loss(loss, self._distillation, self._teachers)
         return with_mtp_loss(loss, coefficient) if coefficient and has_trained_mtp(self.chunks) else loss
 
@@ -171,20 +171,21 @@ class ActorWorker(TrainerWorker):
 
     def score_as_teacher(self, teacher: str, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Run the forward-only pass of a teacher without a path, without replayed routes, on samples with privileged
-        prompts. Return sample id -> log-prob of each response token, float32 [R] on the host. For an exact divergence,
-        return the final hidden states, [R, h], as in TeacherWorker.score_tokens, and keep the output layer's weight
-        until the next pass. One rank per data-parallel replica returns the scores."""
-        models = self._config.teachers.models
+        prompts. Return the scores of TeacherWorker.score_tokens. For an exact divergence, keep the output layer's
+        weight until the next pass. One rank per data-parallel replica returns the scores."""
+        models, distillation = self._config.teachers.models, self._config.algorithm.distillation
         number = next(index for index, model in enumerate(models) if model.name == teacher)
-        is_exact = self._config.distills_exactly
-        with self._weights_of("reference" if models[number].weights == "reference" else "old"):
-            if is_exact and parallel.is_last_stage(None):
+        policy = "reference" if models[number].weights == "reference" else "old"
+        with (
+            self._weights_of(policy),
+            returning_states(self.chunks, distillation.is_exact, distillation.top_k),
+        ):
+            if distillation.is_exact and parallel.is_last_stage(None):
                 copy_output_weight(model_of(self.chunks[-1]), number)
-            with returning_hidden(self.chunks) if is_exact else nullcontext():
-                scored = self._forward(batch, replays=False, to_host=True)
+            scored = self._forward(batch, replays=False, to_host=True)
         if not parallel.returns_results():
             return {}
-        return scored if is_exact else {name: columns[:, 0] for name, columns in scored.items()}
+        return {name: columns[:, 0] for name, columns in scored.items()} if distillation.is_sampled else scored
 
     def differences(self, batch: LocalBatch, scoring: Scoring) -> dict[str, list[float]]:
         """Return sample id -> the trainer's log-prob minus the engine's for each response token. Runs a forward-only
@@ -218,15 +219,15 @@ class ActorWorker(TrainerWorker):
 
     def _dispatched(self, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
         """Return the scores from other models. With a sampled divergence, each teacher has an entry, even if it scored
-        none of this rank's samples. Hidden states for exact divergences are not included."""
+        none of this rank's samples. What the head needs for other divergences is not included."""
         scores = super()._dispatched(batch)
-        if self._config.distills_exactly:
+        if self._config.compares_distributions:
             return {name: values for name, values in scores.items() if not name.startswith(TEACHER)}
         teachers: dict[str, dict[str, torch.Tensor]] = {teacher.scores: {} for teacher in self._teachers}
         return teachers | scores
 
     def _with_teacher_states(self, batches: Sequence[TokenBatch], batch: LocalBatch) -> list[TokenBatch]:
-        """Return an update's microbatches with the teachers' hidden states."""
+        """Return an update's microbatches with the teachers' hidden states or most probable tokens."""
         states = super()._dispatched(batch)
         of_teachers = [states.get(teacher.scores, {}) for teacher in self._teachers]
         return [
@@ -270,7 +271,7 @@ class ActorWorker(TrainerWorker):
                 names = [item.sample.id for item in members]
                 self._advantages |= mean_advantages(token_batch, names)
             self._token_details.begin_update(batches, batch)
-        if self._config.distills_exactly and parallel.is_last_stage(None):
+        if self._config.compares_distributions and parallel.is_last_stage(None):
             batches = self._with_teacher_states(batches, batch)
         if not algorithm.objective.spec.selects_tokens or not parallel.is_last_stage(None):
             return batches

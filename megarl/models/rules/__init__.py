@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.model_schema import Placed, Teacher
+from megarl.config.model_schema import Placed, Teacher, Teachers, layout_key
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError, prefix_lines
@@ -32,6 +32,7 @@ from megarl.models.rules.features import (
     expert_keys_require_experts,
     features_are_supported,
     model_has_mtp,
+    teacher_engine_has_a_position_left,
     trust_region_requires_dense_model,
 )
 from megarl.models.rules.images import images_fit_the_positions, microbatch_holds_a_denoising_step
@@ -153,7 +154,13 @@ def _check_language_model(
             "language model. Fix: use a ...ForCausalLM model"
         )
     covered = vocabulary_covers_actors(config, placed, hf_config, model)
-    raise_all([*_violations(config, placed, model), *covered])
+    if isinstance(placed, Teachers) and placed.engine == "vllm":
+        violations = _broken_by_engine(f"{layout_key(placed)}.tp", placed.layout.tp, path_of(config, placed), model)
+        violations += teacher_engine_has_a_position_left(config, placed, model)
+        violations += features_are_supported(config, placed, model)
+    else:
+        violations = _violations(config, placed, model)
+    raise_all([*violations, *covered])
 
 
 def check_teacher_model(

@@ -22,6 +22,16 @@ def context_fits_the_positions(config: Config, placed: Placed, hf: Mapping[str, 
         )
 
 
+def teacher_engine_has_a_position_left(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Require a position after the longest sample: vLLM samples a token there in every request."""
+    (key, context), positions = config.context_of(placed), hf["max_position_embeddings"]
+    if context + 1 > positions:
+        yield (
+            f"{key}={context}: with engine=vllm, the teacher needs one position more, but it has {positions} "
+            f"(max_position_embeddings). Fix: set {key} to at most {positions - 1}, or set engine=megatron"
+        )
+
+
 def attention_is_full(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
     """Require that the attention window, if any, covers the longest sample, so that attention is full."""
     window, (key, context) = attention_window(hf), config.context_of(placed)

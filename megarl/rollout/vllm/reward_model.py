@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.config import PoolerConfig
-from vllm.inputs import TokensPrompt
 
 from megarl.config.schema import Config
 from megarl.core.sample import Sample
 from megarl.models.classifier import score_head_of
 from megarl.models.folder import read_config
 from megarl.rollout.vllm.engine_arguments import engine_arguments
-from megarl.rollout.vllm.ranks import has_lost_a_rank
+from megarl.rollout.vllm.loaded_model import LoadedModel, token_prompts
 
 
 def judge_arguments(config: Config, folder: Path, **specific: Any) -> dict[str, Any]:
@@ -46,18 +45,7 @@ def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
     return judge_arguments(config, folder, runner="pooling", pooler_config=pooler)
 
 
-class _Model:
-    """A vLLM engine whose weights are those in the model's folder."""
-
-    def __init__(self, arguments: Mapping[str, Any]):
-        self._llm = LLM(**arguments)
-
-    @property
-    def has_lost_a_rank(self) -> bool:
-        return has_lost_a_rank(self._llm)
-
-
-class VllmClassifier(_Model):
+class VllmClassifier(LoadedModel):
     """A classifier with the weights in its folder, which scores samples by their token ids."""
 
     def __init__(self, arguments: Mapping[str, Any]):
@@ -67,13 +55,13 @@ class VllmClassifier(_Model):
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Return the scores for each sample, float32: [R] for a token classifier, or [1] for a sequence classifier."""
-        outputs = self._llm.encode(_prompts(samples), pooling_task=self._task, use_tqdm=False)
+        outputs = self._llm.encode(token_prompts(samples), pooling_task=self._task, use_tqdm=False)
         # The head has one label, so its output is [1] or [tokens, 1].
         scores = [output.outputs.data.float().flatten().cpu().clone() for output in outputs]
         return [values[-len(sample.response_ids) :] for sample, values in zip(samples, scores, strict=True)]
 
 
-class VllmJudge(_Model):
+class VllmJudge(LoadedModel):
     """A language model with the weights in its folder, which answers questions with greedy decoding."""
 
     def __init__(self, arguments: Mapping[str, Any], max_new_tokens: int):
@@ -83,9 +71,5 @@ class VllmJudge(_Model):
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Return the answer to each question as token ids, int64 [A]. The caller parses the rating in the text."""
-        outputs = self._llm.generate(_prompts(samples), self._sampling, use_tqdm=False)
+        outputs = self._llm.generate(token_prompts(samples), self._sampling, use_tqdm=False)
         return [torch.tensor(output.outputs[0].token_ids, dtype=torch.int64) for output in outputs]
-
-
-def _prompts(samples: Sequence[Sample]) -> list[TokensPrompt]:
-    return [TokensPrompt(prompt_token_ids=sample.token_ids.tolist()) for sample in samples]

@@ -24,6 +24,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockSc
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -218,6 +219,14 @@ class RefitExtension:
     def take_routes(self, names: Sequence[str]) -> list[NDArray[np.int64]] | None:
         """Return the routes for finished requests (see RouteCapture.take) on the first rank, and None on all others."""
         return None if self._routes is None else self._routes.take(names)
+
+    def divide_logits(self, temperature: float) -> None:
+        """Divide the logits of all tokens, including those of prompts, by a temperature."""
+        modules = self.model_runner.get_model().modules()
+        processors = [module for module in modules if isinstance(module, LogitsProcessor)]
+        assert processors, "the model has no logits processor"
+        for processor in processors:
+            processor.scale /= temperature
 
     def repacking(self) -> list[str]:
         """See Engine.repacking."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.cluster.object_store import FLOOR_MIB, num_samples, object_store_mib, sample_bytes
+from megarl.cluster.object_store import FLOOR_MIB, num_samples, object_store_mib, sample_bytes, states_bytes
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.completion import CandidateIds, VersionRun
@@ -104,6 +104,14 @@ def test_size_includes_hidden_states_for_exact_divergences():
     added = object_store_mib(exact, None, [100, 28]) - object_store_mib(exact, None)
     assert added == pytest.approx(64 * 16 * 3072 * 128 * 2 / 2**20, abs=1)
     assert sample_bytes(exact, None) == sample_bytes(sampled, None)
+
+
+def test_size_includes_the_most_probable_tokens():
+    """Each teacher adds 10 ids, 10 log-probs and the log-prob of the rest, for [3072] tokens of each sample."""
+    step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
+    keys = (*LONG, *step, "teachers.models=[{name: a, path: x}, {name: b, path: y}]")
+    keys += ("algorithm.distillation={divergence: reverse_kl, top_k: 10, placement: loss}",)
+    assert states_bytes(config(*keys), [100, 28]) == 64 * 16 * 3072 * 2 * 21 * 4
 
 
 def test_size_grows_with_the_batch():

@@ -110,6 +110,19 @@ def test_teachers_share_devices_with_each_other(where: str, first: int) -> None:
     assert "6 teacher-math × 1 thread on GPUs" in placement.describe()
 
 
+def test_teachers_may_have_their_own_layouts() -> None:
+    """The devices are those of the largest teacher. Each engine of a teacher in vLLM has one process."""
+    models = "{name: a, path: x}, {name: b, path: y, layout: {pp: 2, dp: 3}}"
+    models += ", {name: c, path: z, engine: vllm, layout: {tp: 2, dp: 2}}"
+    keys = (f"teachers.models=[{models}]", "teachers.layout={tp: 3}", "cluster.placement=disaggregated")
+    placement = placed(*keys, cores=8, on_gpus=True)
+    gpus = [[process.gpus for process in processes] for processes in placement.teachers]
+    assert gpus[:2] == [[(gpu,) for gpu in range(2, 5)], [(gpu,) for gpu in range(2, 8)]]
+    assert gpus[2] == [(2, 3), (4, 5)]
+    assert [process.name for process in placement.teachers[2]] == ["teacher-c-0", "teacher-c-1"]
+    assert placement.engines[0].gpus == (8,)
+
+
 def test_teacher_is_alone_only_without_others() -> None:
     one, two = (
         f"teachers.models=[{models}]" for models in ("{name: a, path: x}", "{name: a, path: x}, {name: b, path: y}")

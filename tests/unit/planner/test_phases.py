@@ -211,7 +211,7 @@ def test_exact_divergence_adds_output_layers_and_states(tmp_path):
         for kind in ("sampled", "jsd")
     )
     shape = ModelShape.of(CONFIGS[DENSE])
-    layer, states = "actor: teachers' output layers", "actor: teachers' hidden states"
+    layer, states = "actor: teachers' output layers", "actor: teachers' states"
     loads = {load.phase: load.parts for load in exact.loads}
     actor = ModelShape.of(CONFIGS["Qwen3-0.6B"])
     assert loads[TRAINS][layer] == loads[SAMPLES][layer] == 2 * actor.vocab * shape.hidden

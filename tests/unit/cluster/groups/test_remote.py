@@ -21,7 +21,7 @@ from megarl.cluster.groups.reward_models import (
     RewardModelGroup,
 )
 from megarl.cluster.groups.rewards import RewardActor, RewardGroup, RewardWorker
-from megarl.cluster.groups.teachers import TeacherActor, TeacherGroup
+from megarl.cluster.groups.teachers import TeacherActor, TeacherEngineActor, TeacherEngineGroup, TeacherGroup
 from megarl.cluster.groups.trainers import ImageTrainerGroup, TrainerActor, TrainerGroup
 from megarl.cluster.pending import Answers, ready
 from megarl.config.cluster_schema import TimeoutKind
@@ -37,6 +37,7 @@ GROUPS: list[tuple[type[WorkerGroup], Any, type[Any]]] = [
     (RewardModelGroup, RewardModelActor, ModelWorker),
     (TeacherGroup, TeacherActor, ModelWorker),
     (RewardEngineGroup, RewardEngineActor, object),
+    (TeacherEngineGroup, TeacherEngineActor, object),
     (EngineGroup, EngineActor, VllmEngine),
     (ImageEngineGroup, ImageEngineActor, DiffusersEngine),
     (ImageTrainerGroup, TrainerActor, DenoiserWorker),

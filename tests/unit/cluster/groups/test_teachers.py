@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.cluster.groups.teachers import ScoredPrompts, SelfTeacher, TeacherGroup
+from megarl.cluster.groups.teachers import ScoredPrompts, SelfTeacher, TeacherEngineGroup, TeacherGroup
 from megarl.cluster.pending import ready
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch, ScoreRef
 from megarl.config.load import load
@@ -60,6 +60,18 @@ def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompt
         assert calls[0] == calls[1] and calls[2] == calls[3] and sorted(calls[0] + calls[2]) == sorted(expected)
     else:
         assert calls == []
+
+
+def test_teacher_in_vllm_receives_privileged_prompts(monkeypatch) -> None:
+    group = object.__new__(TeacherEngineGroup)
+    group._prompts = ScoredPrompts(Teacher(name="t", path="x", engine="vllm", prompt_column="hint"))
+    group.select(DATA, load(BASE, KEYS))
+    call = SimpleNamespace(method="score", on=lambda *arguments: arguments)
+    monkeypatch.setattr(TeacherEngineGroup, "_score", call)
+    monkeypatch.setattr(group, "_route_samples", lambda phase, samples, method, start: start("engine", samples))
+    _, samples, privileged = group.score_tokens(SAMPLES)
+    assert [item.id for item in samples] == ["p0.0", "p0.1", "p2.0", "p2.1", "p3.0", "p3.1"]
+    assert privileged == {item.id: HINTS[item.prompt_id] for item in samples}
 
 
 HINTS = {name: np.arange(10 + i, dtype=np.int32) for i, name in enumerate(("p0", "p2", "p3"))}

@@ -127,6 +127,23 @@ def test_teachers_remain_unless_offloaded(offload: bool):
     assert found[0][CONTEXTS] > 2 * found[1][CONTEXTS], "each teacher has a process with a CUDA context"
 
 
+def test_teachers_in_vllm_hold_their_weights_and_kv_cache():
+    """The first teacher has one rank, and the second teacher has two, on both GPUs."""
+    models = "{name: a, path: x}, {name: b, path: y, engine: vllm, layout: {tp: 2}}"
+    keys = [f"teachers={{models: [{models}], offload: [parameters], kv_cache_gib: 3}}", "actor.layout.dp=2"]
+    keys += ["rollout={replicas: 2, kv_cache_gib: 1}"]
+    found = [
+        fullest_phase(
+            config(*keys), QWEN_1_5B, {"actor": QWEN_1_5B}, None, gpu, 8, teachers=dict.fromkeys("ab", QWEN_1_5B)
+        ).parts
+        for gpu in range(2)
+    ]
+    for parts in found:
+        assert "teacher a: weights" not in parts
+        assert parts["teacher b: weights"] == PARAMETERS and parts["teacher b: KV cache"] == 3 * 2**30
+        assert parts["teacher b: logits"] == 1024 * 151_936 * 4 * 2.5
+
+
 def test_exact_divergence_keeps_output_layers_on_last_stage():
     """QWEN_1_5B has 151,936 tokens and a hidden size of 1,536. One of the teachers is the policy itself."""
     keys = ["teachers.models=[{name: a, path: x}, {name: b, prompt_column: hint}]", "data.source=rows.jsonl"]

@@ -7,7 +7,8 @@ import pytest
 from tests.unit.config.rules.recipes import errors, recipe
 
 TEACHERS = "teachers.models=[{name: math, path: large}, {name: code, path: larger, weight: 0.5}]"
-SHOWN = "teachers.models=[{feedback: null, name: math, path: large, prompt_column:...: has no effect unless "
+SHOWN = "teachers.models=[{engine: megatron, feedback: null, layout: null, name: m...: has no effect unless "
+IN_VLLM = "teachers.models=[{name: a, path: x, engine: vllm}]"
 ALONE = "rewards.functions=[]"
 OFFLINE = (
     *("algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"),
@@ -31,6 +32,20 @@ def test_exact_divergence_has_no_estimator() -> None:
     assert config.distills_exactly and not config.distills_by_advantage
     assert config.algorithm.distillation.estimator is None
     assert not recipe(TEACHERS).distills_exactly
+
+
+def test_largest_layout_sets_the_number_of_devices() -> None:
+    config = recipe("teachers.models=[{name: a, path: x}, {name: b, path: y, layout: {tp: 4, dp: 2}}]")
+    assert config.num_ranks["teachers"] == 8
+    assert [config.teacher_section(name).layout.tp for name in "ab"] == [1, 4]
+    ranks = config.teachers.for_ranks_of(config.teachers.models[0])
+    assert ranks.layout.world_size == 1 and [teacher.layout.world_size for teacher in ranks.models] == [1, 8]
+
+
+def test_divergence_over_top_tokens_needs_no_hidden_states() -> None:
+    config = recipe(SELF, ROWS, "algorithm.distillation={divergence: reverse_kl, top_k: 64, placement: loss}")
+    assert config.compares_distributions and not config.distills_exactly
+    assert config.algorithm.distillation.estimator is None
 
 
 def test_exact_divergences_work_with_fine_tuning() -> None:
@@ -169,11 +184,11 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             [TEACHERS, "algorithm.distillation.divergence=jsd"],
-            "algorithm.distillation.divergence=jsd: an exact divergence must be a loss, because an advantage",
+            "algorithm.distillation.divergence=jsd: a divergence of distributions must be a loss, because",
         ),
         (
             [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss}", "rollout.top_k=50"],
-            "algorithm.distillation.divergence=jsd: an exact divergence needs the full vocabulary, but",
+            "algorithm.distillation.divergence=jsd: it needs the full vocabulary, but rollout.top_k=50",
         ),
         (
             [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss, estimator: k2}"],
@@ -186,6 +201,46 @@ def test_null_removes_the_teachers() -> None:
         (
             [TEACHERS, "algorithm.distillation={divergence: forward_kl, placement: loss, beta: 0.1}"],
             "algorithm.distillation.beta=0.1: has no effect unless algorithm.distillation.divergence=jsd.",
+        ),
+        (
+            [TEACHERS, "algorithm.distillation.top_k=64"],
+            "algorithm.distillation.top_k=64: has no effect unless algorithm.distillation.divergence=reverse_kl.",
+        ),
+        (
+            [IN_VLLM, "algorithm.distillation={divergence: jsd, placement: loss}"],
+            "teachers.models: a with engine=vllm: an exact divergence (algorithm.distillation.divergence=jsd) needs",
+        ),
+        (
+            [IN_VLLM, "rollout.top_k=50"],
+            "teachers.models: a with engine=vllm: vLLM normalizes the log-probs of given tokens over the full",
+        ),
+        (
+            [IN_VLLM, "teachers.layout.pp=2"],
+            "teachers.models: a with engine=vllm: teachers in vLLM support only tp and dp, but teachers.layout has p",
+        ),
+        (
+            [IN_VLLM, "teachers.offload=[parameters]"],
+            "teachers.offload=[parameters]: has no effect unless teachers.models=[{name: NAME, path: PATH, engine: m",
+        ),
+        (
+            [IN_VLLM, "teachers.vllm_overrides={max_logprobs: 3}"],
+            "teachers.vllm_overrides.max_logprobs=3: megarl sets this argument from algorithm.distillation.top_k. Fix:",
+        ),
+        (
+            [TEACHERS, "teachers.kv_cache_gib=2"],
+            "teachers.kv_cache_gib=2.0: has no effect unless teachers.models=[{name: NAME, path: PATH, engine: vllm}].",
+        ),
+        (
+            ["teachers.models=[{name: a, prompt_column: hint, engine: vllm}]", ROWS],
+            "teachers.models: a with engine=vllm: has no effect with path=null",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, layout: {sequence_parallel: true}}]"],
+            "teachers.models: a: layout.sequence_parallel=true: sequence parallelism shards over tensor-parallel ranks",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, layout: {dp: 129}}, {name: b, path: y}]"],
+            "teachers.models: a: layout.dp=129: an update has only 128 samples",
         ),
         (["teachers.layout.tp=2"], "teachers.layout.tp=2: has no effect unless teachers.models=[{name: NAME"),
         (

@@ -1,0 +1,29 @@
+"""A model in vLLM that keeps the weights in its folder. Before importing this module, set the variables in
+`environment`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm import LLM
+from vllm.inputs import TokensPrompt
+
+from megarl.core.sample import Sample
+from megarl.rollout.vllm.ranks import has_lost_a_rank
+
+
+class LoadedModel:
+    """A vLLM engine whose weights are those in the model's folder."""
+
+    def __init__(self, arguments: Mapping[str, Any]):
+        self._llm = LLM(**arguments)
+
+    @property
+    def has_lost_a_rank(self) -> bool:
+        return has_lost_a_rank(self._llm)
+
+
+def token_prompts(samples: Sequence[Sample]) -> list[TokensPrompt]:
+    """Return each sample's tokens, prompt and response, as the engine's prompt."""
+    return [TokensPrompt(prompt_token_ids=sample.token_ids.tolist()) for sample in samples]
