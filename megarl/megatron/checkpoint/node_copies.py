@@ -96,7 +96,8 @@ class NodeCopies:
     @cached_property
     def _group(self) -> ProcessGroupGloo:
         # A wait for another rank's address blocks all other threads that use the same connection to the store.
-        store = PrefixStore("copies", self._store.clone())
+        shared: Any = self._store  # torch's stubs lack `clone`
+        store = PrefixStore("copies", shared.clone())
         return gloo_group(store, self._timeout, self._rank, dist.get_world_size())
 
     def _deliver(self, step: int, transfers: Sequence[Transfer]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,6 +308,16 @@ def test_copies_end_before_the_next_ones_begin() -> None:
             models.end(2)
     assert copied == 2
     assert models.log == ["actor copy 1", "actor finish", *RESTART, "actor discard", "repeat 1", "actor copy 2"]
+
+
+def test_step_waits_for_its_copies_if_engines_sleep() -> None:
+    """Before the engines wake up for the refit, there is no step to repeat."""
+    models = Models(actor(is_copying=True))
+    models.trained = replace(models.trained, waits_for_copies=True)
+    models.end(1)
+    models.log.clear()
+    assert models.run(loss(), None) == 2
+    assert models.log == [*RESTART, "actor restore 1"]
 
 
 def test_full_memory_disables_replacement_temporarily(capsys: pytest.CaptureFixture[str]) -> None:
