@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megarl import report
@@ -90,12 +91,13 @@ def step(
     groups = [list(map(put_sample, context.data[item.row])) for item in items]
     number = context.state.step
     metrics: Metrics = {}
+    train_step = partial(train, config, trained.groups["actor"], teachers, groups, number)
     for attempt in trained.attempts():
         with attempt:
             with watch.phase("train"), profiled(config, trained, number, context.folder.profile(number)):
-                metrics = train(config, trained.groups["actor"], teachers, groups, number)
+                metrics = train_step()
             with watch.phase("copy"):
-                trained.copy_state(number)
+                trained.copy_state(number, train_step)
     trained.replace_leaving_node()
     context.ledger.step(number, offline_record(items, groups))
     times, samples = watch.metrics(), [sample for group in groups for sample in group]

@@ -112,14 +112,15 @@ def step(
     curriculum = context.note_solved(rollouts.solve_rates)
     metrics: Metrics = {}
     advantages: Advantages = {}, {}
+    before = context.state.average
     for attempt in trained.attempts():  # if a rank is lost, train again from the state before this step
-        average = replace(context.state.average)
+        average = replace(before)
         with attempt:
             with watch.phase("train"), profiled(config, trained, number, context.folder.profile(number)):
                 metrics = train(config, workers, rollouts, number, average)
             advantages = take_advantages(workers.actor)
             with watch.phase("copy"):
-                trained.copy_state(number)
+                trained.copy_state(number, partial(train_again, config, workers, rollouts, number, before))
             context.state.average = average
     recorded = workers.rewards.write_advantages(file, *advantages)
     trained.replace_leaving_node()
@@ -129,6 +130,7 @@ def step(
             refitted = workers.refit.run(version=number, rate=update_rate(metrics))
             logprob_check.check_step(metrics | refitted)
             metrics |= refitted | logprob_check.after_refit(number)
+            trained.end_copying()
     recorded.result()
     context.ledger.step(number, rollouts.record, workers.refit.weights)
     queue.finished.note_weights(number, workers.refit.weights)
@@ -173,6 +175,16 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
     if config.trains_actor_in(number):
         follow_policy(config, workers.actor, number, metrics, updates.num_samples)
     return metrics
+
+
+def train_again(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> None:
+    """Repeat the training of an earlier step whose result was lost with a rank. See `train`.
+
+    Args:
+        average: moving average before the step; not updated.
+    """
+    train(config, workers, rollouts, number, replace(average))
+    take_advantages(workers.actor)  # discard them, because the step has recorded them
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:

@@ -1,10 +1,15 @@
 """Replacement of the ranks that train models, while engines, environments, rewards and the queue keep running.
 
 When a rank dies, all ranks of the trained models are replaced, because the survivors' collectives have failed and their
-process groups cannot be repaired. The new ranks restore the old ranks' state from shared memory on their nodes, and the
-interrupted part of the step runs again. If a node without other processes is lost, a spare node takes its place, and
-its ranks fetch their state from copies on another node. Such copies are kept while there is a spare node. After each
-step, a spare node also replaces a node that should leave the run before it fails.
+process groups cannot be repaired. The new ranks restore the old ranks' state from shared memory on their nodes. Steps
+since that copy are trained again on the same samples, and the interrupted part of the step runs again. If a node
+without other processes is lost, a spare node takes its place, and its ranks fetch their state from copies on another
+node. Such copies are kept while there is a spare node. After each step, a spare node also replaces a node that should
+leave the run before it fails.
+
+Copies are made in the background, so engines may have the weights of a step whose copies are not complete. If a rank is
+lost then, the step is trained again. On CPU this gives the same weights bit for bit. On GPUs they may differ from the
+engines' by rounding errors until the next refit, which the recorded log-probs of the rollouts account for.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from megarl.cluster.departures import Departures
 from megarl.cluster.failure import LostRanks
 from megarl.cluster.groups.trainers import PARTS, TrainerGroup
 from megarl.cluster.nodes.gathering import accept_connections
-from megarl.cluster.pending import Pending, join, ready
+from megarl.cluster.pending import Pending, join
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.config.model_schema import Role
@@ -36,8 +41,9 @@ likely cause."""
 class Recovery:
     """Replaces lost ranks of a run's trained models.
 
-    The state after the latest step is in shared memory on the ranks' nodes. Until the first step has ended, it is in
-    the model folders and in the checkpoint from which the run resumed."""
+    The state after the latest copied step is in shared memory on the ranks' nodes. Until the first copy is complete, it
+    is in the model folders and in the checkpoint from which the run resumed. A copy counts as complete when all ranks
+    of all models have theirs, and keepers have received them. Each rank keeps its previous copy until then."""
 
     def __init__(
         self,
@@ -45,13 +51,22 @@ class Recovery:
         groups: Mapping[Role, TrainerGroup],
         sharing: Mapping[Role, Collection[Role]],
         checkpoint: Checkpoint | None,
+        every_steps: int = 1,
     ):
-        """For `groups` and `sharing`, see TrainedModels. checkpoint: the checkpoint from which the run resumed."""
+        """For `groups` and `sharing`, see TrainedModels. checkpoint: the checkpoint from which the run resumed.
+        every_steps: interval of the copies."""
         self._session, self._groups, self._sharing, self._checkpoint = session, groups, sharing, checkpoint
+        self._every_steps = every_steps
         self._copied: int | None = None
-        """Latest step after which the ranks have copied their state."""
+        """Latest step whose copies are complete."""
+        self._copying: int | None = None
+        """Step whose copies are being made."""
+        self._kept: Collection[Role] = ()
+        """Roles of which keepers also receive these copies."""
+        self._repeats: dict[int, Callable[[], object]] = {}
+        """Functions that train the steps after the latest copied one again, by step."""
         self._num_replaced = self._num_unreported = 0
-        """Number of replacements since the last copy, and since the last call of `take_metrics`."""
+        """Number of replacements since the last step was trained, and since the last call of `take_metrics`."""
         self._seconds = 0.0
         """Duration of the unreported replacements."""
         self._fits: bool | None = None
@@ -59,7 +74,7 @@ class Recovery:
         self._kept_copies_fit: bool | None = None
         """Whether two copies of each rank's state fit, one of them on another node; None: not checked yet."""
         self._lacks_copy = False
-        """Whether shared memory was full after the latest step, so that there is no copy of its state."""
+        """Whether shared memory was full at the latest copy, and no later one is complete."""
         self._delivered: dict[Role, int] = {}
         """The latest step whose copies are on the keepers' nodes, by role."""
         self._departures = Departures()
@@ -70,7 +85,7 @@ class Recovery:
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts for attempts at a task until one of them completes. If ranks are lost in an attempt, they are
-        replaced with their state after the last copy, and the next attempt starts. The task must not change any other
+        replaced with their state after the last step, and the next attempt starts. The task must not change any other
         state before it completes."""
         is_done = False
 
@@ -125,41 +140,93 @@ class Recovery:
             )
         return not lacking
 
-    def note_copied(self, step: int, problem: str = "") -> None:
-        """Record that all ranks have copied their state after `step`, or that shared memory was full (`problem`). Until
-        a later copy succeeds, the loss of a rank then ends the attempt."""
-        if problem and not self._lacks_copy:
-            print(f"recovery: no copy after step {step}, so the loss of a rank ends the attempt. {problem}", flush=True)
-        elif self._lacks_copy and not problem:
-            print(f"recovery: copied the state after step {step}; lost ranks are replaced again", flush=True)
-        self._copied, self._lacks_copy, self._num_replaced = step, bool(problem), 0
+    def is_due(self, step: int) -> bool:
+        """Return whether the state after `step` is to be copied: at the interval, and before a node leaves."""
+        return step % self._every_steps == 0 or bool(self._leaving())
 
-    def note_delivered(self, role: Role, step: int, problem: str) -> None:
-        """Record that keepers have received the copies of this model's ranks after `step`, or that a keeper's shared
-        memory was full (`problem`). No further copies are then delivered, because every attempt would delay a step."""
+    def note_copying(self, step: int, kept: Collection[Role], problem: str = "") -> None:
+        """Record that all ranks have begun to copy their state after `step`, or that shared memory was full
+        (`problem`). kept: the roles whose copies are also being delivered to keepers."""
         if problem:
-            self._kept_copies_fit = False
-            print(f"recovery: no copies on other nodes, so the loss of a node ends the attempt. {problem}", flush=True)
+            self._note_lacking(step, problem)
         else:
-            self._delivered[role] = step
+            self._copying, self._kept = step, kept
+
+    def note_trained(self, step: int, repeat: Callable[[], object]) -> None:
+        """Record that `step` is trained. `repeat` trains it again from the state before it."""
+        self._num_replaced = 0
+        if not self._lacks_copy or self._copying is not None:
+            self._repeats[step] = repeat
+
+    def finish_copying(self, waits: bool = True) -> None:
+        """Note the copies in progress as complete. If they are not, wait for them or, unless `waits`, do nothing. If
+        shared memory was full, the loss of a rank ends the attempt until a later copy is complete."""
+        if self._copying is None:
+            return
+        results = join([group.finish_copies(waits) for group in self._groups.values()]).result()
+        finished = [result for result in results if result is not None]
+        if len(finished) < len(results):
+            return
+        copied, delivered = (next(filter(None, problems), "") for problems in zip(*finished, strict=True))
+        step, self._copying = self._copying, None
+        if copied:
+            self._note_lacking(step, copied)
+            return
+        self._note_copied(step)
+        if delivered:
+            # No further copies are delivered, because every attempt would take time.
+            self._kept_copies_fit = False
+            print(
+                f"recovery: no copies on other nodes, so the loss of a node ends the attempt. {delivered}", flush=True
+            )
+        else:
+            self._delivered |= dict.fromkeys(self._kept, step)
+
+    def _note_copied(self, step: int) -> None:
+        if self._lacks_copy:
+            print(f"recovery: copied the state after step {step}; lost ranks are replaced again", flush=True)
+        self._copied, self._lacks_copy = step, False
+        self._repeats = {number: repeat for number, repeat in self._repeats.items() if number > step}
+
+    def _note_lacking(self, step: int, problem: str) -> None:
+        if not self._lacks_copy:
+            print(f"recovery: no copy after step {step}, so the loss of a rank ends the attempt. {problem}", flush=True)
+        self._lacks_copy = True
+        self._repeats.clear()
 
     def replace_leaving_node(self) -> None:
         """Replace a node that should leave the run before it fails, if a spare node can take its place: on request,
-        because its devices have new errors, or because they are slow. Call this after `copy_state`, so that no work is
-        repeated. Replaces at most one node, because keepers on a second one would be lost with it."""
-        members = self._session.members
-        if len(members) == 1 or self._copied is None or self._lacks_copy or interrupts.is_signaled:
+        because its devices have new errors, or because they are slow. Call this after `copy_state`. A node leaves only
+        when the state after the latest step is copied, so that no work is repeated. Replaces at most one node, because
+        keepers on a second one would be lost with it."""
+        has_state = self._copied is not None or self._repeats
+        if len(self._session.members) == 1 or not has_state or self._lacks_copy or interrupts.is_signaled:
             return
         for attempt in self.attempts():
             with attempt:
                 self._observe_devices()
-        for number, reason in (self._departures.reasons() | members.leave_requests()).items():
+        name = self._session.members.name
+        for number, reason in self._leaving().items():
             if obstacle := self._obstacle(number):
-                self._print_once(f"recovery: node {members.name(number)} should leave the run: {reason}. {obstacle}")
-            elif all(self._delivered.get(role) == self._copied for role in self._roles_on(number)):
-                members.dismiss(number)
-                self._replace(f"node {members.name(number)} leaves the run: {reason}", task="move")
+                self._print_once(f"recovery: node {name(number)} should leave the run: {reason}. {obstacle}")
+            elif self._is_kept(number):
+                self._session.members.dismiss(number)
+                self._replace(f"node {name(number)} leaves the run: {reason}", task="move")
                 break
+
+    def _leaving(self) -> dict[int, str]:
+        """Return the nodes that should leave the run, and why."""
+        members = self._session.members
+        return {} if len(members) == 1 else self._departures.reasons() | members.leave_requests()
+
+    def _is_kept(self, number: int) -> bool:
+        """Return whether keepers hold the state after the latest step of the ranks on this node. Waits for the copies
+        in progress."""
+        for attempt in self.attempts():
+            with attempt:
+                self.finish_copying()
+        is_copied = not self._repeats and not self._lacks_copy
+        return is_copied and all(self._delivered.get(role) == self._copied for role in self._roles_on(number))
 
     def _observe_devices(self) -> None:
         """Examine the devices of one model at a time, because models may share them."""
@@ -172,9 +239,13 @@ class Recovery:
     def _roles_on(self, number: int) -> list[Role]:
         return [role for role, group in self._groups.items() if number in group.nodes]
 
+    def _alone_on(self, number: int) -> list[Role]:
+        """Return the roles that have all of their ranks on this node, so that no other node keeps their copies."""
+        return [role for role in self._roles_on(number) if not keepers(self._groups[role].nodes)]
+
     def _obstacle(self, number: int) -> str:
         """Return why no spare node can replace this node now, and a remedy; "" if one can."""
-        alone = [f"all ranks of the {role}" for role in self._roles_on(number) if not keepers(self._groups[role].nodes)]
+        alone = [f"all ranks of the {role}" for role in self._alone_on(number)]
         if others := self._session.not_replaceable([number]) or alone:
             return (
                 f"The run continues, because no spare node can take over {', '.join(others)}. Fix: end the run, and "
@@ -205,9 +276,9 @@ class Recovery:
         return metrics
 
     def _require_copies(self, loss: LostRanks) -> None:
-        """Raise the loss if there are no copies of the latest state, or if the run has received a termination
-        signal."""
-        if self._fits is False or self._lacks_copy or interrupts.is_signaled:
+        """Raise the loss if there can be no copies, or if the run has received a termination signal."""
+        has_none = self._lacks_copy and self._copying is None
+        if self._fits is False or has_none or interrupts.is_signaled:
             raise loss
 
     def _replace(self, cause: str, task: str = "recover") -> None:
@@ -223,21 +294,32 @@ class Recovery:
                 )
             print(f"recovery: replacing all ranks of the trained models. Cause: {cause}", flush=True)
             try:
-                self._restart()
-                break
+                self._restart(cause)
+                end = time.time()
+                self._seconds += end - begin
+                self._session.trace.record(task, begin, end)
+                restored = "initial state" if self._copied is None else f"state after step {self._copied}"
+                print(f"recovery: replaced the ranks in {end - begin:.1f} s and restored their {restored}", flush=True)
+                begin = end
+                self._repeat_steps()
+                return
             except LostRanks as further:
                 self._require_copies(further)
                 cause = str(further)
-        end = time.time()
-        self._seconds += end - begin
-        self._session.trace.record(task, begin, end)
-        state = "their initial state" if self._copied is None else f"their state after step {self._copied}"
-        print(f"recovery: replaced the ranks in {end - begin:.1f} s and restored {state}", flush=True)
 
-    def _restart(self) -> None:
+    def _repeat_steps(self) -> None:
+        """Train the steps since the restored copy again."""
+        for step, repeat in self._repeats.items():
+            begin = time.time()
+            repeat()
+            self._session.trace.record(f"repeat step {step}", begin, time.time())
+            print(f"recovery: trained step {step} again in {time.time() - begin:.1f} s", flush=True)
+
+    def _restart(self, cause: str) -> None:
         self._delivered.clear()
         for group in self._groups.values():
             group.kill()
+        self._settle_copying(cause)
         for disconnect in self.disconnect:
             disconnect()
         for number in self._session.replace_lost_nodes():
@@ -251,7 +333,29 @@ class Recovery:
                 group.offload(PARTS).result()
         join(restored).result()
 
+    def _settle_copying(self, cause: str) -> None:
+        """Use the copies that were in progress if all ranks have completed theirs, or else the previous ones."""
+        step, self._copying = self._copying, None
+        if step is not None and all(group.holds_copies(step) for group in self._groups.values()):
+            self._note_copied(step)
+        if self._lacks_copy:
+            raise RunFailure(f"{cause}. Shared memory was full, so there is no copy of the ranks' state")
+        self._require_other_copies(cause)
+
+    def _require_other_copies(self, cause: str) -> None:
+        """Raise RunFailure if a lost node had all copies of a model, instead of starting ranks that cannot restore
+        their state."""
+        for number in () if self._copied is None else self._session.members.lost():
+            if alone := self._alone_on(number):
+                raise RunFailure(
+                    f"{cause}. All ranks of the {', '.join(alone)} were on node {self._session.members.name(number)}, "
+                    "so no other node has a copy of their state. Fix: resume from the newest checkpoint with "
+                    "resume=auto"
+                )
+
     def _restore(self, group: TrainerGroup) -> Pending[Any]:
         if self._copied is not None:
             return group.restore_state(self._copied, self.keepers(group))
-        return ready(None) if self._checkpoint is None else group.load_checkpoint(self._checkpoint)
+        discarded = group.discard_copies()
+        checkpoint = self._checkpoint
+        return discarded if checkpoint is None else discarded.then(lambda _: group.load_checkpoint(checkpoint))

@@ -31,12 +31,14 @@ class TrainedModels:
     memory during rollouts and while a different model computes on the same devices. During a refit, all of them except
     the actor's weights are in host memory. `run` moves them back before a task. `sharing` maps each role to the roles
     that share its devices and take turns with it. Without `recovery`, the loss of a rank ends the attempt.
-    `has_spare_processes`: whether each rank has a spare process that can replace it."""
+    `has_spare_processes`: whether each rank has a spare process that can replace it. `waits_for_copies`: whether
+    `copy_state` returns only when the copies are complete."""
 
     groups: Mapping[Role, TrainerGroup]
     sharing: Mapping[Role, Collection[Role]]
     recovery: Recovery | None = None
     has_spare_processes: bool = False
+    waits_for_copies: bool = False
 
     @classmethod
     def of(
@@ -52,28 +54,48 @@ class TrainedModels:
         if not config.cluster.replace_ranks:
             return cls(groups, sharing)
         spares = config.cluster.spare_processes
-        recovery = Recovery(session, groups, sharing, checkpoint)
-        return cls(groups, sharing, recovery, device.on_cuda() if spares is None else spares)
+        recovery = Recovery(session, groups, sharing, checkpoint, config.cluster.copy_every_steps)
+        # Engines that sleep during training wake up for the refit. Then a step may lack the memory to be repeated.
+        waits = config.rollout.sleep and not config.is_offline
+        return cls(groups, sharing, recovery, device.on_cuda() if spares is None else spares, waits)
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts for attempts at a task until one completes. See Recovery.attempts."""
         return iter([nullcontext()]) if self.recovery is None else self.recovery.attempts()
 
-    def copy_state(self, step: int) -> None:
-        """Copy the models' state after `step` to shared memory and, if spare nodes have joined, to other nodes, so that
-        lost ranks can be replaced. If shared memory is full, the run continues without a copy. Then start missing spare
-        processes, which import their libraries while the engines sample."""
-        if self.recovery is not None and self.recovery.fits():
-            copying: dict[Role, Callable[[], Pending]] = {
-                role: partial(group.copy_state, step) for role, group in self.groups.items()
-            }
-            problem = next(filter(None, self.run(copying, parts=("parameters",)).values()), "")
-            for role, group in () if problem else self.groups.items():
-                if keepers := self.recovery.keepers(group):
-                    self.recovery.note_delivered(role, step, group.deliver_copies(step, keepers).result())
-            self.recovery.note_copied(step, problem)
-            for group in self.groups.values() if self.has_spare_processes else ():
-                group.refill_spare_processes()
+    def copy_state(self, step: int, repeat: Callable[[], object]) -> None:
+        """End the training of `step` so that lost ranks can be replaced. If a copy is due, start to copy the models'
+        state to shared memory and, if spare nodes have joined, to other nodes. Until it is complete, ranks are restored
+        from the previous copy, and `repeat`, which trains on the samples of `step`, brings them to the state after
+        `step` again. If shared memory is full, the run continues without a copy. Then start missing spare processes,
+        which import their libraries while the engines sample."""
+        if self.recovery is None or not self.recovery.fits():
+            return
+        if self.recovery.is_due(step):
+            self.recovery.finish_copying()
+            self._begin_copying(self.recovery, step)
+        self.recovery.note_trained(step, repeat)
+        if self.waits_for_copies:
+            self.recovery.finish_copying()
+        for group in self.groups.values() if self.has_spare_processes else ():
+            group.refill_spare_processes()
+
+    def _begin_copying(self, recovery: Recovery, step: int) -> None:
+        copying: dict[Role, Callable[[], Pending]] = {
+            role: partial(group.copy_state, step) for role, group in self.groups.items()
+        }
+        problem = next(filter(None, self.run(copying, parts=("parameters",)).values()), "")
+        kept: list[Role] = []
+        for role, group in () if problem else self.groups.items():
+            if keepers := recovery.keepers(group):
+                group.deliver_copies(step, keepers).result()
+                kept.append(role)
+        recovery.note_copying(step, kept, problem)
+
+    def end_copying(self) -> None:
+        """Note the copies in progress as complete if they are, which releases the samples to repeat their steps."""
+        if self.recovery is not None:
+            self.recovery.finish_copying(waits=False)
 
     def replace_leaving_node(self) -> None:
         """Replace a node that should leave the run, at the end of a step. See Recovery.replace_leaving_node."""

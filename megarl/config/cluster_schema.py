@@ -68,4 +68,5 @@ class Cluster(Section):
     timeouts: Timeouts
     object_store_mib: PositiveInt | None
     replace_ranks: bool
+    copy_every_steps: PositiveInt
     spare_processes: bool | None

@@ -10,8 +10,9 @@ import mmap
 import os
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -114,6 +115,19 @@ def helper_thread(name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, name, initializer=claim, initargs=(1,))
 
 
+@contextmanager
+def own_stream() -> Iterator[None]:
+    """Return a context manager that queues this thread's work on a stream of its own, and waits for it at the end. Work
+    that other threads queue meanwhile neither delays it nor waits for it. On CPU, do nothing."""
+    if not on_cuda():
+        yield
+        return
+    stream = _torch().cuda.Stream()
+    with _torch().cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 def use_expandable_segments() -> None:
     """On GPU, let torch's allocator grow its segments, unless the environment configures the allocator. Call it before
     the process allocates device memory.
@@ -127,7 +141,12 @@ def use_expandable_segments() -> None:
 
 def error_counts() -> dict[str, int]:
     """Return the numbers of errors in the device's memory that were not corrected, and of remaps of its memory's rows
-    that have failed or wait for a reset of the device. Empty on CPU. Counters that the device lacks are missing."""
+    that have failed or wait for a reset of the device, and whether the driver requires a reset or reboot because of any
+    error (0 or 1). Empty on CPU. Counters that the device or its driver lacks are missing.
+
+    The driver derives the requirement from the XID of an error, as NVIDIA's XID catalog lists, and logs it as XID 154
+    (https://docs.nvidia.com/deploy/xid-errors). XIDs that only end the application, such as 13 and 31, require
+    nothing."""
     if not on_cuda() or find_spec("pynvml") is None:
         return {}
     import pynvml as nvml  # pyright: ignore[reportMissingImports]
@@ -139,8 +158,14 @@ def error_counts() -> dict[str, int]:
         with suppress(nvml.NVMLError):
             kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             counts["uncorrected memory errors"] = nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)
-        _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
-        counts |= {"pending row remaps": is_pending, "failed row remaps": has_failed}
+        with suppress(nvml.NVMLError):
+            _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
+            counts |= {"pending row remaps": is_pending, "failed row remaps": has_failed}
+        with suppress(nvml.NVMLError, AttributeError):  # older releases of the library do not name the field
+            [field] = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+            if field.nvmlReturn == nvml.NVML_SUCCESS:
+                needs_action = field.value.uiVal != nvml.NVML_GPU_RECOVERY_ACTION_NONE
+                counts["errors that require a reset or reboot"] = int(needs_action)
     return counts
 
 

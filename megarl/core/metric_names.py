@@ -81,7 +81,9 @@ METRICS = (
     Declaration("time/rollout", "time spent submitting rollouts and waiting for them", "s"),
     Declaration("time/reward", "time spent waiting for rewards after the last rollout", "s"),
     Declaration("time/train", "passes and updates of all models", "s"),
-    Declaration("time/copy", "copying the trained models' state to shared memory and to other nodes", "s"),
+    Declaration(
+        "time/copy", "waiting for copies of the trained models' state in shared memory and on other nodes", "s"
+    ),
     Declaration("time/recovery", "replacing the ranks of the trained models", "s", "steps that replaced ranks"),
     Declaration("recovery/replacements", "number of rank replacements", "", "steps that replaced ranks"),
     Declaration(

@@ -62,6 +62,11 @@ class Offload:
         device.synchronize()
         return sum(storage.nbytes() for storage, _ in offloaded)
 
+    @property
+    def holds_state(self) -> bool:
+        """Whether parameters or optimizer state are offloaded."""
+        return any(self._offloaded.get(part) for part in ("parameters", "optimizer"))
+
     @contextmanager
     def on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Return a context manager that brings offloaded `tensors` back to the device for reading."""

@@ -32,8 +32,19 @@ from megarl.config.model_schema import Layout, Role, Teachers, Trained
 from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape
 from megarl.models.shape import ModelShape
-from megarl.planner.hardware import Cluster
+from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.workload import Workload
+
+SPARE_PROCESS_BYTES = 0.29e9
+"""Host memory of a spare process, which holds no GPU memory. Measured as the mean PSS of four processes on a machine
+without GPUs: tools/benchmarks/results/spares.json. CUDA libraries add to it."""
+
+COPIES_SHARE = 0.25
+"""Share of a node's memory that copies of the trained models' state may take: half of /dev/shm, whose default size is
+half of the memory. A run whose copies take more makes none. See Recovery.fits."""
+
+COPIES, SPARES = "copies in shared memory", "spare processes"
+"""Purposes of host memory that serve to replace lost ranks."""
 
 
 def phase_loads(config: Config, models: Models, workload: Workload, cluster: Cluster) -> list[Load]:
@@ -274,8 +285,8 @@ def refusal(load: Load, cluster: Cluster) -> str:
 def host_parts(config: Config, models: Models, workload: Workload, cluster: Cluster) -> dict[str, float]:
     """Return the bytes in a node's host memory, keyed by purpose. The host stores offloaded states, optimizer states
     that are updated on the CPU, the reference model's weights, the copy for background saves, the weights of sleeping
-    engines, the frozen models of image engines, and the samples of a step. Every rank on the node is assumed to need as
-    much as the largest rank."""
+    engines, the frozen models of image engines, the samples of a step, the copies of the trained models' state and the
+    spare processes. Every rank on the node is assumed to need as much as the largest rank."""
     ranks = min(cluster.num_gpus, cluster.gpus_per_node)
     parts: dict[str, float] = {}
     for role, model in models.trained.items():
@@ -305,7 +316,26 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         parts["samples of a step"] = store_mib * 2**20
     else:
         parts["teachers' states of a step"] = states_bytes(config, _hidden_sizes(config, models))
+    if config.cluster.replace_ranks:
+        copies = copies_bytes(config, models, cluster)
+        parts[COPIES] = copies if copies <= COPIES_SHARE * host_memory(cluster) else 0
+        has_spares = config.cluster.spare_processes is not False
+        parts[SPARES] = has_spares * ranks * len(models.trained) * SPARE_PROCESS_BYTES
     return {part: size for part, size in parts.items() if size}
+
+
+def copies_bytes(config: Config, models: Models, cluster: Cluster) -> float:
+    """Return the shared memory in bytes of the copies of the trained models' state on the fullest node: two per rank,
+    each of the size that the rank writes to a checkpoint. With a spare node, each rank also keeps those of another
+    one."""
+    ranks = min(cluster.num_gpus, cluster.gpus_per_node)
+    sizes = (max_saved_bytes(config, config.placed(role).layout, model) for role, model in models.trained.items())
+    return 2 * ranks * sum(sizes)
+
+
+def host_memory(cluster: Cluster) -> float:
+    """Return the bytes of host memory of a node, or of its part that belongs to the cluster's GPUs."""
+    return cluster.gpu.host_gib * GIB * min(cluster.num_gpus, cluster.gpus_per_node)
 
 
 def _engines_keep_weights(config: Config) -> bool:

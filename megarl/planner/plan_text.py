@@ -13,9 +13,10 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.files import write_new_file
 from megarl.planner.hardware import GIB, STORAGE_GB_S, Cluster
+from megarl.planner.phases import COPIES, SPARES, host_memory
 from megarl.planner.plan import Planned, describe_layout
 from megarl.planner.simulation import Simulated
-from megarl.planner.step_plan import SaveTime, StepPlan, StepTimes, host_memory
+from megarl.planner.step_plan import SaveTime, StepPlan, StepTimes
 from megarl.resharding.planning.preview import show_bytes
 
 SHOWN = 5
@@ -158,9 +159,8 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         rows.append(("refit", f"{show_bytes(times.refit.entering)} received by each node with engines"))
     if plan.save is not None:
         rows.append(("save", _save(plan.save, config.checkpoint.background)))
-        if config.cluster.replace_ranks:
-            copies = show_bytes(2 * plan.save.node_bytes)
-            rows.append(("recovery", f"copies of the ranks' state take {copies} of shared memory on the fullest node"))
+    if config.cluster.replace_ranks:
+        rows.append(("recovery", _recovery(plan)))
     overlapped = _overlapped(plan)
     if overlapped is not None:
         rows.append(("async", _asynchrony(config, times, overlapped)))
@@ -189,6 +189,14 @@ def _save(save: SaveTime, in_background: bool) -> str:
         f"copying to host memory takes at least {save.copying:.1f} s, and the fullest node writes "
         f"{show_bytes(save.node_bytes)} in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
     )
+
+
+def _recovery(plan: StepPlan) -> str:
+    copies, spares = f"copies of the ranks' state take {show_bytes(plan.copies)}", plan.host.get(SPARES)
+    made = " of shared memory on the fullest node, and twice that with a spare node"
+    if COPIES not in plan.host:
+        made = " on the fullest node. None are made if /dev/shm has its default size"
+    return f"{copies}{made}" + ("" if spares is None else f"; spare processes take {show_bytes(spares)} of host memory")
 
 
 def _host(plan: StepPlan) -> str:

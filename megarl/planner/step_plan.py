@@ -13,7 +13,17 @@ from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape
 from megarl.planner.hardware import GIB, HOST_LINK_SHARE, STORAGE_GB_S, Cluster
 from megarl.planner.image_rollout_time import image_rollout_time
-from megarl.planner.phases import host_parts, max_saved_bytes, optimizer_share_in_host, overfull, phase_loads, refusal
+from megarl.planner.phases import (
+    COPIES,
+    copies_bytes,
+    host_memory,
+    host_parts,
+    max_saved_bytes,
+    optimizer_share_in_host,
+    overfull,
+    phase_loads,
+    refusal,
+)
 from megarl.planner.refit_time import RefitTime, refit_time
 from megarl.planner.rollout_time import RolloutTime, rollout_time
 from megarl.planner.train_time import TrainTime, train_time
@@ -134,6 +144,7 @@ class StepPlan:
         loads: memory load of the fullest GPU in each phase.
         host: bytes in a node's host memory, keyed by purpose.
         save: time of a checkpoint save, or None if the recipe saves no checkpoints.
+        copies: bytes of shared memory on the fullest node that copies of the trained models' state take or would take.
     """
 
     config: Config
@@ -143,6 +154,7 @@ class StepPlan:
     host: Mapping[str, float]
     times: StepTimes
     save: SaveTime | None
+    copies: float
 
     @property
     def problem(self) -> str | None:
@@ -153,19 +165,16 @@ class StepPlan:
         if needed <= available:
             return None
         parts = " + ".join(f"{size / GIB:.1f} ({what})" for what, size in self.host.items())
+        remedies = [*(["cluster.replace_ranks=false"] if COPIES in self.host else []), "checkpoint.background=false"]
         return (
             f"--gpus {self.cluster.num_gpus}x{self.cluster.name}: a node's host memory would hold {parts} = "
             f"{needed / GIB:.1f} GiB, but it has only {available / GIB:.0f} GiB. Fix: offload less, or set "
-            "checkpoint.background=false"
+            f"{' or '.join(remedies)}"
         )
 
     @property
     def fullest(self) -> Load:
         return max(self.loads, key=lambda load: load.total)
-
-
-def host_memory(cluster: Cluster) -> float:
-    return cluster.gpu.host_gib * GIB * min(cluster.num_gpus, cluster.gpus_per_node)
 
 
 def plan_step(config: Config, models: Models, workload: Workload, cluster: Cluster) -> StepPlan:
@@ -178,6 +187,7 @@ def plan_step(config: Config, models: Models, workload: Workload, cluster: Clust
         host=host_parts(config, models, workload, cluster),
         times=step_times(config, models, workload, cluster),
         save=save_time(config, models, cluster),
+        copies=copies_bytes(config, models, cluster),
     )
 
 

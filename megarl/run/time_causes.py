@@ -38,9 +38,9 @@ KEPT = ("rollout", "long_rollouts", "idle_trainers", "reward", "train", "idle_en
 LOST_WITH_STEP = (*KEPT, "evaluation")
 """Causes that become `repeated` if their step is repeated."""
 
-DETECT, RECOVER, MOVE = "detect", "recover", "move"
-"""Prefixes of the driver's tasks in the trace while it detects a failure, while it replaces lost processes, and while
-it moves processes to a spare node, after which no work is repeated."""
+DETECT, RECOVER, MOVE, REPEAT = "detect", "recover", "move", "repeat"
+"""Prefixes of the driver's tasks in the trace while it detects a failure, while it replaces lost processes, while it
+moves processes to a spare node, after which no work is repeated, and while it trains earlier steps again."""
 
 SAVE, ROLLOUT, TRAIN = "save", "rollout", "train"
 PHASES = {SAVE: "checkpoint", "copy": "checkpoint", "evaluation": "evaluation", "reward": "reward", "refit": "refit"}
@@ -148,7 +148,7 @@ def step_seconds(
             seconds["detection"] += (right - left) * used
         elif task.startswith((RECOVER, MOVE)):
             seconds["restart/in place"] += (right - left) * used
-        elif right <= recovered and not task:
+        elif task.startswith(REPEAT) or (right <= recovered and not task):
             seconds["repeated"] += (right - left) * used
         elif not spans:
             seconds["unexplained"] += (right - left) * used

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +15,11 @@ import pytest
 import torch
 
 from megarl.cluster.groups.ranks import worker_class
+from megarl.cluster.groups.trainers import TrainerRank
+from megarl.cluster.rank_batch import FetchedBatches
 from megarl.config.schema import Config
 from megarl.core import device
+from megarl.core.copy_files import slot_of
 from megarl.core.errors import InfrastructureFailure
 from megarl.megatron.checkpoint.host_copies import HostCopies, Spec
 from megarl.megatron.workers.actor import ActorWorker
@@ -19,6 +27,7 @@ from tests.distributed.test_checkpoint import assert_same_weights, config_of, dr
 from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
 from tests.parity import RankResult
+from tests.timing import WAIT_S
 from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 COPIED_AFTER = 2
@@ -43,22 +52,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model"), **SIZES)
 
 
+def copy(worker: ActorWorker, step: int, folder: Path) -> None:
+    """Copy the state after `step`, and wait for the copy."""
+    worker.copy_state(step, folder)
+    assert worker.finish_copies(waits=True) == ("", "")
+
+
 def train_and_copy(
     store, rank: int, config: Config, model: Path, folder: Path
 ) -> tuple[RankResult, list[float], dict[str, float]]:
-    """Copy the state after each update. The copy after the last update is interrupted. Return the state after it."""
+    """Copy the state after each update. The last rank's copy after the last update is interrupted. Return the state
+    after it."""
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.copy_state(0, folder)  # a copy before the optimizer has moments
+    copy(worker, 0, folder)  # a copy before the optimizer has moments
     for number in range(COPIED_AFTER):
         update(worker, config, number)
         draw()  # advance the random generators
-        worker.copy_state(number + 1, folder)
+        copy(worker, number + 1, folder)
     drawn = draw()
     result = update(worker, config, COPIED_AFTER)
-    copies, spec = worker._copies.own, Spec(torch.float32, (1,))
-    with pytest.raises(KeyboardInterrupt), copies.write(COPIED_AFTER + 1, {"0.weight": spec}, {}) as tensors:
-        tensors["0.weight"].fill_(float("nan"))
-        raise KeyboardInterrupt
+    if rank < config.actor.layout.world_size - 1:
+        copy(worker, COPIED_AFTER + 1, folder)
+    else:
+        copies, spec = worker._copies.own, Spec(torch.float32, (1,))
+        with pytest.raises(KeyboardInterrupt), copies.write(COPIED_AFTER + 1, {"0.weight": spec}, {}) as tensors:
+            tensors["0.weight"].fill_(float("nan"))
+            raise KeyboardInterrupt
     return result, drawn, worker._counters()
 
 
@@ -66,11 +85,14 @@ def restore_and_train(
     store, rank: int, config: Config, model: Path, folder: Path
 ) -> tuple[RankResult, list[float], dict[str, float]]:
     worker = ActorWorker(config, model, rank, store, threads=1)
-    for step in (COPIED_AFTER + 1, COPIED_AFTER - 1):  # an interrupted copy, and the one that it overwrote
-        names = ", ".join(f"actor-{number}" for number in range(config.actor.layout.world_size))
+    ranks = range(config.actor.layout.world_size)
+    # One rank's copy is interrupted. The other ranks have overwritten their copies after an earlier step.
+    for step, lost in ((COPIED_AFTER + 1, ranks[-1:]), (COPIED_AFTER - 1, ranks)):
+        names = ", ".join(f"actor-{number}" for number in lost)
         with pytest.raises(InfrastructureFailure, match=rf"no node has a copy of {names} after step {step}\. Fix: "):
             worker.restore_state(step, folder)
     worker.restore_state(COPIED_AFTER, folder)
+    assert not worker._copies.own.has(COPIED_AFTER + 1), "a later loss could restore it beside other ranks' new copies"
     drawn = draw()
     return update(worker, config, COPIED_AFTER), drawn, worker._counters()
 
@@ -103,10 +125,10 @@ def copy_offloaded(store, rank: int, config: Config, model: Path, folder: Path) 
     worker = worker_class(config, "actor")(config, model, rank, store, 1)
     update(worker, config, 0)
     worker.offload(("gradients", "optimizer"))
-    worker.copy_state(1, folder)
+    copy(worker, 1, folder)
     state = {name: tensor.clone() for name, tensor in worker._copies.own.read(1, _specs(worker))[0].items()}
     worker.onload(("gradients", "optimizer"))
-    worker.copy_state(2, folder)
+    copy(worker, 2, folder)
     resident = worker._copies.own.read(2, _specs(worker))[0]
     return [name for name in state if not torch.equal(state[name], resident[name])], len(state)
 
@@ -121,6 +143,66 @@ def test_offloaded_state_is_copied(model: Path, tmp_path: Path) -> None:
     config = config_of(model, "model.dtype=bfloat16", "actor.offload=[gradients, optimizer]")
     [(differing, count)] = run_ranks(1, copy_offloaded, config, model, tmp_path)
     assert count > 10 and not differing
+
+
+def copy_slowly(store, rank: int, config: Config, model: Path, folder: Path) -> Any:
+    """Hold the thread that copies the state until a call waits for it, and take an update after that call. Return
+    whether the copy existed while it was held, and whether it has the weights before the update."""
+    worker = ActorWorker(config, model, rank, store, threads=1)
+    actor = TrainerRank.__new__(TrainerRank)
+    actor._batches, actor._worker = FetchedBatches(), worker
+    update(worker, config, 0)
+    copy(worker, 0, folder)
+    release, wait = threading.Event(), worker.wait_until_copied
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        assert release.wait(WAIT_S)
+        yield
+
+    def released() -> None:
+        release.set()
+        wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "own_stream", held)
+        worker.copy_state(1, folder)
+        before = _sorted(worker.parameters().values())
+        actor.call("prepare_refit")
+        existed = worker._copies.own.has(1), actor.call("finish_copies", False).value is not None
+        patch.setattr(worker, "wait_until_copied", released)
+        actor.call("onload", ("parameters",))
+        update(worker, config, 1)
+    tensors = worker._copies.own.read(1, _specs(worker))[0]
+    return existed, torch.equal(_sorted(tensors[name] for name in tensors if name.endswith(".weight")), before)
+
+
+def _sorted(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().view(-1) for tensor in tensors]).sort().values
+
+
+def test_rank_changes_its_state_after_the_copy(model: Path, tmp_path: Path) -> None:
+    assert run_ranks(1, copy_slowly, config_of(model), model, tmp_path) == [((False, False), True)]
+
+
+def test_killed_process_leaves_the_previous_copy(tmp_path: Path) -> None:
+    specs = {name: Spec(torch.float32, (2**16,)) for name in "ab"}
+
+    def copy_and_die() -> None:
+        for step in (1, 2, 3):
+            with HostCopies(tmp_path, "actor-0").write(step, specs, {"step": step}) as tensors:
+                tensors["a"].fill_(step)
+                if step == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                tensors["b"].fill_(step)
+
+    process = multiprocessing.get_context("fork").Process(target=copy_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert [slot_of(tmp_path, "actor-0", step) is not None for step in (1, 2, 3)] == [False, True, False]
+    tensors, values = HostCopies(tmp_path, "actor-0").read(2, specs)
+    assert values == {"step": 2} and all((tensor == 2).all() for tensor in tensors.values())
 
 
 def test_the_older_copy_is_replaced(tmp_path: Path) -> None:
@@ -162,6 +244,19 @@ def test_full_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_record_without_room_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    copies = HostCopies(tmp_path, "actor-0")
+    with (
+        pytest.raises(InfrastructureFailure, match=r"no room for 0\.00 GiB\. Fix: enlarge /dev/shm"),
+        copies.write(1, {"a": Spec(torch.float32, (3,))}, {}),
+    ):
+        monkeypatch.setattr(Path, "write_text", no_space)
+    assert not copies.has(1)
 
 
 def test_each_slot_is_page_locked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

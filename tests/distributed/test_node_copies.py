@@ -56,6 +56,15 @@ def files_of(rank: int, folder: Path) -> dict[str, bytes]:
     return {"record": record.read_bytes(), "memory": record.with_suffix(".tensors").read_bytes()}
 
 
+def copy(worker: ActorWorker, step: int, folder: Path, keepers: Sequence[int]) -> tuple[str, str]:
+    """Copy the state after `step`, deliver the copy to its keeper, and return the problems of both."""
+    worker.copy_state(step, folder)
+    worker.deliver_copies(step, folder, keepers)
+    problems = worker.finish_copies(waits=True)
+    assert problems is not None
+    return problems
+
+
 def train_and_copy(
     store, rank: int, config: Config, model: Path, root: Path, nodes: Sequence[int]
 ) -> tuple[RankResult, list[float], dict[str, float]]:
@@ -63,8 +72,7 @@ def train_and_copy(
     for number in range(COPIED_AFTER):
         update(worker, config, number)
         draw()  # advance the random generators
-        worker.copy_state(number + 1, folder)
-        worker.deliver_copies(number + 1, folder, keepers(nodes))
+        assert copy(worker, number + 1, folder, keepers(nodes)) == ("", "")
     drawn = draw()
     return update(worker, config, COPIED_AFTER), drawn, worker._counters()
 
@@ -118,8 +126,7 @@ def copy_and_repeat(store, rank: int, config: Config, model: Path, root: Path, n
     worker, folder = ActorWorker(config, model, rank, store, threads=1), folder_of(nodes[rank], root)
     for step in (1, 2):
         update(worker, config, step)
-        worker.copy_state(step, folder)
-        worker.deliver_copies(step, folder, keepers(nodes))
+        assert copy(worker, step, folder, keepers(nodes)) == ("", "")
     kept = worker._copies._of(1 - rank)
     found = []
     with pytest.raises(KeyboardInterrupt), kept.write_memory(2, "{}", 1):
@@ -135,23 +142,38 @@ def test_interrupted_delivery_keeps_the_earlier_copy(model: Path, tmp_path: Path
 
 
 def deliver_to_full_memory(store, rank: int, config: Config, model: Path, root: Path, nodes: Sequence[int]) -> Any:
-    """Deliver copies while the memory of rank 1's node is full, and again when it has room."""
+    """Deliver copies while the memory of rank 1's node is full, first for the copy that it keeps, then for the record
+    of its own copy, and again when it has room. Return the problems."""
     worker, folder = ActorWorker(config, model, rank, store, threads=1), folder_of(nodes[rank], root)
     worker.copy_state(1, folder)
+    worker.wait_until_copied()
 
-    def full(file: int, offset: int, length: int) -> None:
+    def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(InfrastructureFailure) as error:
+    problems = []
+    with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(os, "posix_fallocate", full)
         worker.deliver_copies(1, folder, keepers(nodes))
-    worker.deliver_copies(1, folder, keepers(nodes))
-    return str(error.value).partition(": ")[2], worker._copies._of(1 - rank).has(1)
+        problems.append(worker.finish_copies(waits=True))
+    with pytest.MonkeyPatch.context() as patch:
+        worker.copy_state(2, folder)
+        worker.wait_until_copied()
+        worker.copy_state(3, folder)
+        worker.wait_until_copied()
+        if rank == 1:
+            patch.setattr(Path, "write_text", full)
+        problems.append(copy(worker, 4, folder, keepers(nodes)))
+    assert copy(worker, 5, folder, keepers(nodes)) == ("", "")
+    return problems, [worker._copies._of(1 - rank).has(step) for step in (1, 4, 5)]
 
 
-def test_full_keeper_is_reported_on_all_ranks(model: Path, tmp_path: Path) -> None:
-    """The rank that sends to the full node must not wait for it."""
+def test_full_node_is_reported(model: Path, tmp_path: Path) -> None:
+    """The other rank must not wait for it."""
     config = config_of(model, "actor.layout.pp=2")
     results = run_ranks(2, deliver_to_full_memory, config, model, tmp_path, [0, 1])
-    assert all(problem.startswith("no room for ") and kept for problem, kept in results)
+    for rank, (((own, delivered), (copied, following)), kept) in enumerate(results):
+        assert own == "" and "no room for " in delivered
+        assert ("no room for " in copied) == (rank == 1) and following == ""
+        assert kept == [False, False, True]

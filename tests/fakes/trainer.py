@@ -124,6 +124,15 @@ class FakeTrainer:
     def copy_state(self, step: int, folder: Path) -> None:
         self._write_copy(self._rank, self._weights, step, folder)
 
+    def wait_until_copied(self) -> None:
+        """Do nothing, because `copy_state` returns a complete copy."""
+
+    def finish_copies(self, waits: bool) -> tuple[str, str]:
+        return "", ""
+
+    def discard_copies(self, folder: Path) -> None:
+        """Do nothing, because a new copy overwrites an old one."""
+
     def deliver_copies(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
         """Deliver the copy to all ranks."""
         for rank, weights in enumerate(self._gathered(self._weights)):

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
@@ -25,6 +25,7 @@ from megarl.config.model_schema import Lora, Role
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
+from megarl.core.copy_files import slot_of
 from megarl.core.errors import InfrastructureFailure
 from megarl.core.files import DISK_FULL
 from megarl.core.latents import VelocityInput
@@ -53,6 +54,9 @@ T = TypeVar("T")
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 """The parts of a model's state that a key `offload` may name."""
 
+DURING_COPY = {"prepare_refit", "send", "checksums", "examine_device", "deliver_copies", "finish_copies"}
+"""Methods that a rank may run while a thread copies its state, because they neither change nor move it."""
+
 
 class TrainerRank(RankActor):
     """One rank that trains a model. Its worker is a TrainerWorker."""
@@ -61,11 +65,19 @@ class TrainerRank(RankActor):
         """Return, in bytes, the size of this rank's copies in shared memory, and the free shared memory on its node."""
         return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
 
+    def _find(self, method: str) -> Callable[..., Any]:
+        if self._worker is not None and method not in DURING_COPY:
+            self._worker.wait_until_copied()
+        return super()._find(method)
+
     def copy_state(self, step: int) -> str:
         return _unless_full(lambda: self._worker.copy_state(step, make_memory_folder(own_scratch())))
 
-    def deliver_copies(self, step: int, keepers: Sequence[int]) -> str:
-        return _unless_full(lambda: self._worker.deliver_copies(step, make_memory_folder(own_scratch()), keepers))
+    def deliver_copies(self, step: int, keepers: Sequence[int]) -> None:
+        self._worker.deliver_copies(step, make_memory_folder(own_scratch()), keepers)
+
+    def discard_copies(self) -> None:
+        self._worker.discard_copies(make_memory_folder(own_scratch()))
 
     def restore_state(self, step: int, keepers: Sequence[int]) -> None:
         self._worker.restore_state(step, make_memory_folder(own_scratch()), keepers)
@@ -128,6 +140,13 @@ class TrainerActor(TrainerRank):
     """A TrainerRank as a Ray actor."""
 
 
+@ray.remote(num_cpus=0, max_retries=0)
+def _ranks_with_copy(names: Sequence[str], step: int) -> set[str]:
+    """Return the names of the ranks whose copies after `step` are on the node on which this task runs."""
+    folder = make_memory_folder(own_scratch())
+    return {name for name in names if slot_of(folder, name, step) is not None}
+
+
 def _unless_full(copy: Callable[[], None]) -> str:
     """Run `copy`. Return "", or the reason if shared memory cannot hold the copy. The run continues without it."""
     try:
@@ -152,6 +171,14 @@ def _first_problem(parts: Sequence[str]) -> str:
     return next(filter(None, parts), "")
 
 
+def _first_problems(parts: Sequence[tuple[str, str] | None]) -> tuple[str, str] | None:
+    finished = [part for part in parts if part is not None]
+    if len(finished) < len(parts):
+        return None
+    copied, delivered = map(_first_problem, zip(*finished, strict=True))
+    return copied, delivered
+
+
 def _join_files(parts: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
     return [record for part in parts for record in part]
 
@@ -172,7 +199,7 @@ class TrainerGroup(RankGroup):
 
     def __init__(self, session: Session, config: Config, role: Role, model_folder: Path, processes: Sequence[Process]):
         super().__init__(session, config, role, model_folder, processes, config.cluster.replace_ranks)
-        self._checkpoint_folder = role
+        self._worker_role = role  # names the files of checkpoints and copies
         self.offloads = frozenset(config.placed(role).offload)
         self._model_folder, lora = model_folder, config.placed(role).adapters
         self._exports_adapters = lora if lora is not None and lora.export == "adapters" else None
@@ -278,15 +305,24 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="checkpoint", join=_first_problem)
     def copy_state(self, step: int) -> str:
-        """Copy each rank's state after `step` to its node's shared memory, from which a replacement process can restore
-        it. The result is "" or describes a rank whose node's shared memory is full."""
+        """Start to copy each rank's state after `step` to its node's shared memory, from which a replacement process
+        can restore it. The result is "" or describes a rank whose node's shared memory is full. The ranks' next call
+        starts when the state is copied, unless it is in DURING_COPY."""
         ...
 
-    @remote(timeout="checkpoint", join=_first_problem)
-    def deliver_copies(self, step: int, keepers: Sequence[int]) -> str:
-        """Deliver each rank's copy of the state after `step` to its keeper. See core.partners.keepers. The result is
-        that of `copy_state`."""
+    @remote(timeout="checkpoint")
+    def deliver_copies(self, step: int, keepers: Sequence[int]) -> None:
+        """Start to deliver each rank's copy of the state after `step` to its keeper. See core.partners.keepers."""
+
+    @remote(timeout="checkpoint", join=_first_problems)
+    def finish_copies(self, waits: bool) -> tuple[str, str] | None:
+        """Return, for the latest copies and for their delivery, a result like that of `copy_state`. If some are not
+        complete, wait for them or, unless `waits`, return None."""
         ...
+
+    @remote(timeout="checkpoint")
+    def discard_copies(self) -> None:
+        """Discard all copies of the model."""
 
     @remote(timeout="checkpoint")
     def restore_state(self, step: int, keepers: Sequence[int]) -> None:
@@ -321,6 +357,19 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="checkpoint")
     def _write_part(self, plan: CompactPlan, folder: Path) -> None: ...
+
+    def holds_copies(self, step: int) -> bool:
+        """Return whether each rank's copy after `step` is complete on a node that is not lost. No rank may be running:
+        see `kill`."""
+        lost = self._session.members.lost()
+        placed = {p.node.number: p for p in self._processes if p.node.number not in lost}
+        names = [f"{self._worker_role}-{process.index}" for process in self._processes]
+        calls = {
+            f"node {number}": _ranks_with_copy.options(scheduling_strategy=self._session.node_of(p)).remote(names, step)
+            for number, p in placed.items()
+        }
+        found = self._session.submit(calls, f"{self.role} copies", "start").result().values.values()
+        return len(set().union(*found)) == len(self._processes)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
         """Verify the checkpoint's files, then load it on all ranks. Raise UserError if a file is corrupt."""
@@ -414,13 +463,13 @@ class TrainerGroup(RankGroup):
     def save_checkpoint(self, checkpoint: Path) -> Pending[list[None]]:
         """Start writing the model's state to a checkpoint. The Pending is ready when all ranks have copied their
         state."""
-        (checkpoint / self._checkpoint_folder).mkdir()
+        (checkpoint / self._worker_role).mkdir()
         return self._save_checkpoint(checkpoint)
 
     def written_files(self, checkpoint: Path) -> list[FileRecord] | None:
         """Return the records of all ranks' files, or None while some are still being written. This reads the folder,
         because a rank would answer only after its current call, which may take minutes."""
-        return noted_files(checkpoint, self._checkpoint_folder, len(self._processes))
+        return noted_files(checkpoint, self._worker_role, len(self._processes))
 
 
 class ImageTrainerGroup(TrainerGroup):

@@ -301,7 +301,7 @@ KEY_REQUIREMENTS = (
     _if_set("run.trackers=[wandb]", ("trackers.timeout_s", "trackers.project")),
     *(_tracker(name) for name in ("wandb", "mlflow", "trackio")),
     _if_set("run.profile.steps=[2]", ("run.profile.ranks",)),
-    _if_set("cluster.replace_ranks=true", {"cluster.spare_processes": None}),
+    _if_set("cluster.replace_ranks=true", {"cluster.spare_processes": None, "cluster.copy_every_steps": BASE}),
 )
 
 

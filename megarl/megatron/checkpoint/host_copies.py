@@ -12,8 +12,8 @@ import base64
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megarl.core import device
+from megarl.core.copy_files import SLOTS, copy_file, discard_after, read_record, slot_of
 from megarl.core.errors import InfrastructureFailure
-from megarl.core.files import DISK_FULL, parse_object
+from megarl.core.files import DISK_FULL
 from megarl.megatron import random_state
 from megarl.megatron.checkpoint.optimizer_state import (
     WEIGHT,
@@ -35,7 +36,6 @@ from megarl.megatron.checkpoint.optimizer_state import (
 from megarl.megatron.model.build import named_tensors
 from megarl.megatron.weight_snapshots import WeightSnapshots
 
-SLOTS = (0, 1)
 ALIGNMENT = 64
 
 
@@ -77,13 +77,18 @@ class HostCopies:
         """Yield the memory of a new copy, which the body fills. The copy exists once the body has finished. It replaces
         a copy of the same or a later step, which an interrupted attempt at the step has left, or else the older copy.
         Raise InfrastructureFailure if the shared memory is full."""
-        steps = {slot: -1 if (found := self._record(slot)) is None else found["step"] for slot in SLOTS}
+        records = {slot: read_record(self._folder, self._rank, slot) for slot in SLOTS}
+        steps = {slot: -1 if found is None else found["step"] for slot, found in records.items()}
         slot = min(SLOTS, key=lambda slot: -1 if steps[slot] >= step else steps[slot])
-        self._path(slot, "json").unlink(missing_ok=True)
+        path, hidden = (copy_file(self._folder, self._rank, slot, kind) for kind in ("json", "new"))
+        path.unlink(missing_ok=True)
         yield self._mapped(slot, num_bytes)
-        hidden = self._path(slot, "new")
-        hidden.write_text(record)
-        hidden.rename(self._path(slot, "json"))
+        try:
+            hidden.write_text(record)
+        except OSError as error:
+            _raise_if_full(error, hidden, len(record))
+            raise
+        hidden.rename(path)
 
     def has(self, step: int) -> bool:
         """Return whether there is a copy after `step`."""
@@ -94,36 +99,31 @@ class HostCopies:
         record, memory = self.read_memory(step)
         return _tensors(memory, specs), json.loads(record)["values"]
 
+    def discard_after(self, step: int) -> None:
+        """Discard copies after steps later than `step`."""
+        discard_after(self._folder, self._rank, step)
+
     def read_memory(self, step: int) -> tuple[str, torch.Tensor]:
         """Return the record and the memory of the copy after `step`."""
         slot = self._slot(step)
         assert slot is not None, f"{self._folder}: no copy of {self._rank} after step {step}"
-        return self._path(slot, "json").read_text(), self._mapped(slot, self._path(slot, "tensors").stat().st_size)
+        record, tensors = (copy_file(self._folder, self._rank, slot, kind) for kind in ("json", "tensors"))
+        return record.read_text(), self._mapped(slot, tensors.stat().st_size)
 
     def _slot(self, step: int) -> int | None:
-        return next((slot for slot in SLOTS if (self._record(slot) or {}).get("step") == step), None)
-
-    def _record(self, slot: int) -> dict[str, Any] | None:
-        try:
-            return parse_object(self._path(slot, "json").read_text())
-        except FileNotFoundError:
-            return None
+        return slot_of(self._folder, self._rank, step)
 
     def _mapped(self, slot: int, num_bytes: int) -> torch.Tensor:
         if slot not in self._memory:
-            path = self._path(slot, "tensors")
+            path = copy_file(self._folder, self._rank, slot, "tensors")
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 # Reserve the memory, because writing to full shared memory would kill the process (SIGBUS).
                 os.posix_fallocate(file, 0, max(num_bytes, ALIGNMENT))
             except OSError as error:
                 path.unlink()
-                if error.errno not in DISK_FULL:
-                    raise
-                raise InfrastructureFailure(
-                    f"{path}: no room for {num_bytes / 2**30:.2f} GiB. Fix: enlarge /dev/shm, or set "
-                    "cluster.replace_ranks=false"
-                ) from error
+                _raise_if_full(error, path, num_bytes)
+                raise
             finally:
                 os.close(file)
             storage = torch.UntypedStorage.from_file(str(path), True, max(num_bytes, ALIGNMENT))
@@ -132,8 +132,14 @@ class HostCopies:
             self._memory[slot] = memory
         return self._memory[slot]
 
-    def _path(self, slot: int, kind: str) -> Path:
-        return self._folder / f"{self._rank}.{slot}.{kind}"
+
+def _raise_if_full(error: OSError, path: Path, num_bytes: int) -> None:
+    """Raise InfrastructureFailure if the error means that shared memory has no room for the file."""
+    if error.errno in DISK_FULL:
+        raise InfrastructureFailure(
+            f"{path}: no room for {num_bytes / 2**30:.2f} GiB. Fix: enlarge /dev/shm, or set "
+            "cluster.replace_ranks=false"
+        ) from error
 
 
 def _tensors(memory: torch.Tensor, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
@@ -157,8 +163,7 @@ def num_bytes(
     return len(SLOTS) * _total_bytes(specs)
 
 
-@torch.no_grad()
-def save(
+def begin(
     copies: HostCopies,
     step: int,
     chunks: Sequence[DistributedDataParallel],
@@ -166,19 +171,28 @@ def save(
     weight_snapshots: WeightSnapshots,
     counters: Mapping[str, float],
     on_device: OnDevice,
-) -> None:
-    """Copy this rank's state after `step`. For the arguments, see `sharded.save`."""
+) -> Callable[[], None]:
+    """Reserve the memory for a copy of this rank's state after `step`, and take its counters and RNG states. Return a
+    function that copies the tensors, which any thread may call once. The copy exists when the function has returned.
+    Until then, the state must neither change nor move. For the arguments, see `sharded.save`."""
     others = _others(chunks, weight_snapshots)
     values = {"counters": dict(counters), "random": _encoded(random_state.capture())}
-    with copies.write(step, _specs(optimizer, others), values) as tensors:
-        for number, owned in enumerate(owned_ranges(optimizer)):
-            with on_device(owned.state()):
-                state = {WEIGHT: owned.weight()} | dict(owned.values())
-                for key in (WEIGHT, *owned.keys):
-                    tensors[f"{number}.{key}"].copy_(state[key].view(-1), non_blocking=True)
-        for name, tensor in others.items():
-            tensors[name].copy_(tensor, non_blocking=True)
-        device.synchronize()
+    stack = ExitStack()
+    tensors = stack.enter_context(copies.write(step, _specs(optimizer, others), values))
+    device.synchronize()  # the copies run on a stream that does not wait for updates
+
+    @torch.no_grad()  # applies to the calling thread
+    def copy() -> None:
+        with stack, device.own_stream():
+            for number, owned in enumerate(owned_ranges(optimizer)):
+                with on_device(owned.state()):
+                    state = {WEIGHT: owned.weight()} | dict(owned.values())
+                    for key in (WEIGHT, *owned.keys):
+                        tensors[f"{number}.{key}"].copy_(state[key].view(-1), non_blocking=True)
+            for name, tensor in others.items():
+                tensors[name].copy_(tensor, non_blocking=True)
+
+    return copy
 
 
 @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import cached_property
@@ -13,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+from megarl.core import device
 from megarl.core.errors import InfrastructureFailure
 from megarl.core.partners import Transfer, deliveries, fetches, without_copy
-from megarl.megatron import parallel
 from megarl.megatron.checkpoint.host_copies import HostCopies
 from megarl.resharding.transports.gloo_group import gloo_group
 
@@ -25,22 +27,55 @@ SIZES, RECORD, MEMORY = range(3)
 
 class NodeCopies:
     """One rank's access to the copies on its node. A copy has the same file names on every node, and ranks exchange
-    them over their own gloo group."""
+    them over their own gloo group.
+
+    A thread fills this rank's copy and delivers it to its keeper, while the rank computes. It has its own process
+    group, because collectives of two threads on one group could be paired wrongly. The state itself is not buffered a
+    second time: the rank waits for the copy (`wait_until_copied`) before it changes or moves the state. It need not
+    wait for the delivery, which only reads the copy."""
 
     def __init__(self, folder: Path, role: str, rank: int, store: Store, timeout_s: float):
         """`folder` is a private folder in shared memory, and `store` that of the rank's process group."""
         self._folder, self._role, self._rank, self._store = folder, role, rank, store
         self._timeout = timedelta(seconds=timeout_s)
         self._by_rank: dict[int, HostCopies] = {}
+        self._thread = device.helper_thread("copies")
+        self._copied = self._delivered = _done()
+        """The latest copy and its delivery."""
 
     @property
     def own(self) -> HostCopies:
         return self._of(self._rank)
 
+    def start(self, copy: Callable[[], None]) -> None:
+        """Run `copy`, which fills this rank's copy, in the background. The previous copy must be finished."""
+        self._copied, self._delivered = self._thread.submit(copy), _done()
+
+    def wait_until_copied(self) -> None:
+        """Wait until this rank's copy is complete or has failed."""
+        wait([self._copied])
+
     def deliver(self, step: int, keepers: Sequence[int]) -> None:
-        """Send this rank's copy after `step` to its keeper, and store the copies that it receives as a keeper.
-        Collective over all ranks. `keepers` lists each rank's keeper, and is empty if no copies are kept."""
-        self._exchange(step, deliveries(keepers))
+        """Start to send this rank's copy after `step` to its keeper, and to store the copies that it receives as a
+        keeper. Collective over all ranks, after `start`. `keepers` lists each rank's keeper, and is empty if no copies
+        are kept."""
+        self._delivered = self._thread.submit(self._deliver, step, deliveries(keepers))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the latest copy and its delivery are complete or have failed."""
+        return self._copied.done() and self._delivered.done()
+
+    def finish(self) -> tuple[str, str]:
+        """Wait for the latest copy and its delivery. Return, for each of them, "" or a description of the full shared
+        memory. Raise any other error."""
+        return _problem(self._copied), _problem(self._delivered)
+
+    def discard_after(self, step: int) -> None:
+        """Discard the copies of all ranks on this node after later steps. These steps are trained again, and their new
+        copies must not be mixed with the old ones."""
+        for rank in range(dist.get_world_size()):
+            self._of(rank).discard_after(step)
 
     def fetch(self, step: int, keepers: Sequence[int]) -> None:
         """Fetch this rank's copy after `step` from another node unless it is on this one, and deliver copies to keepers
@@ -60,8 +95,15 @@ class NodeCopies:
 
     @cached_property
     def _group(self) -> ProcessGroupGloo:
-        store = PrefixStore("copies", self._store)
+        # A wait for another rank's address blocks all other threads that use the same connection to the store.
+        shared: Any = self._store  # torch's stubs lack `clone`
+        store = PrefixStore("copies", shared.clone())
         return gloo_group(store, self._timeout, self._rank, dist.get_world_size())
+
+    def _deliver(self, step: int, transfers: Sequence[Transfer]) -> None:
+        error = self._copied.exception()
+        if not any(self._gathered("" if error is None else str(error))):
+            self._exchange(step, transfers)
 
     def _exchange(self, step: int, transfers: Sequence[Transfer]) -> None:
         """Carry out the transfers of copies after `step` from or to this rank. Collective over all ranks. Raise
@@ -92,10 +134,19 @@ class NodeCopies:
             self._swap(MEMORY, memories, received)
 
     def _gathered(self, value: Any) -> list[Any]:
-        """Return the value of every rank."""
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=parallel.host_group())
-        return values
+        """Return the value of every rank. Values are written as JSON."""
+        text = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gathered_tensors(torch.tensor([len(text)]))]
+        padded = torch.nn.functional.pad(text, (0, max(sizes) - len(text)))
+        parts = zip(self._gathered_tensors(padded), sizes, strict=True)
+        return [json.loads(part[:size].numpy().tobytes()) for part, size in parts]
+
+    def _gathered_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensor of every rank. All have the same shape."""
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        group: Any = self._group  # torch's stubs lack the methods of process groups
+        group.allgather([gathered], [tensor]).wait()
+        return gathered
 
     def _swap(
         self, kind: int, sent: Mapping[Transfer, torch.Tensor], received: Mapping[Transfer, torch.Tensor]
@@ -112,3 +163,18 @@ class NodeCopies:
 
 def _tag(transfer: Transfer, kind: int) -> int:
     return 3 * transfer.rank + kind
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _problem(task: Future[None]) -> str:
+    """Wait for a task. Return "", or its error if shared memory is full. Raise any other error."""
+    try:
+        task.result()
+    except InfrastructureFailure as failure:
+        return str(failure)
+    return ""

@@ -245,9 +245,11 @@ class TrainerWorker(WeightSource, ABC):
         return host_copies.num_bytes(self.chunks, self.optimizer, self._weight_snapshots)
 
     def copy_state(self, step: int, folder: Path) -> None:
-        """Copy the state after `step` to the run's folder in shared memory, which outlives this process."""
-        host_copies.save(
-            self._copies_in(folder).own,
+        """Start to copy the state after `step` to the run's folder in shared memory, which outlives this process. See
+        `wait_until_copied` and `finish_copies`."""
+        copies = self._copies_in(folder)
+        copy = host_copies.begin(
+            copies.own,
             step,
             self.chunks,
             self.optimizer,
@@ -255,16 +257,41 @@ class TrainerWorker(WeightSource, ABC):
             self._counters(),
             self._offload.on_device,
         )
+        copies.start(copy)
+        if self._offload.holds_state:  # the copy moves it to the device, where engines may soon need the memory
+            copies.wait_until_copied()
+
+    def wait_until_copied(self) -> None:
+        """Wait until the state may change or move, because no thread is copying it any more."""
+        if self._copies is not None:
+            self._copies.wait_until_copied()
 
     def deliver_copies(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
-        """Deliver the copy of the state after `step` to its keeper on another node. See NodeCopies.deliver."""
+        """Start to deliver the copy of the state after `step` to its keeper on another node. See
+        NodeCopies.deliver."""
         self._copies_in(folder).deliver(step, keepers)
+
+    def finish_copies(self, waits: bool) -> tuple[str, str] | None:
+        """Return the problems of the latest copy and of its delivery, as NodeCopies.finish does. If they are not
+        complete, wait for them or, unless `waits`, return None."""
+        if self._copies is None:
+            return "", ""
+        return self._copies.finish() if waits or self._copies.is_finished else None
+
+    def discard_copies(self, folder: Path) -> None:
+        """Discard all copies of this model on this node, before the ranks start from their initial state again."""
+        self._copies_in(folder).discard_after(0)
+
+    def close(self) -> None:
+        self.finish_copies(waits=True)
+        super().close()
 
     def restore_state(self, step: int, folder: Path, keepers: Sequence[int] = ()) -> None:
         """Restore the state after `step` that an earlier process of this rank has copied to the folder, on this node or
         on the keeper's."""
         copies = self._copies_in(folder)
         copies.fetch(step, keepers)
+        copies.discard_after(step)
         counters = host_copies.restore(copies.own, step, self.chunks, self.optimizer, self._weight_snapshots)
         self._restore_counters(counters)
 

@@ -132,7 +132,15 @@ def test_size_covers_evaluations_larger_than_a_step():
 
 def test_rows_of_offline_data_count_as_samples(tmp_path: Path):
     pairs = ["algorithm.objective.name=dpo", "data={source: rows.jsonl, format: preferences}"]
-    assert num_samples(config(*pairs, "batch.prompts_per_step=8", "batch.prompts_per_update=8")) == 16
+    step = (*pairs, "batch.prompts_per_step=8", "batch.prompts_per_update=8")
+    assert num_samples(config(*step, "cluster.replace_ranks=false")) == 16
+    assert num_samples(config(*step)) == 2 * 16, "the previous step's rows stay until its copy is complete"
+    assert num_samples(config(*step, "cluster.copy_every_steps=3")) == 4 * 16
+
+
+def test_samples_stay_until_the_next_copy():
+    step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
+    assert num_samples(config(*step, "cluster.copy_every_steps=3")) == 3 * num_samples(config(*step))
 
 
 def test_configured_size_is_used_unchanged():

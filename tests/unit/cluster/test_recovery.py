@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,12 @@ class Group:
     """Error with which copies fail, if any."""
     undelivered: str = ""
     """Error with which the delivery of copies to keepers fails, if any."""
+    delivered: str = ""
+    """Error of the delivery in progress."""
+    is_copying: bool = False
+    """Whether copies take until `finish_copies` waits for them."""
+    held: tuple[int, ...] = ()
+    """Steps whose copies are complete on all ranks when they have been killed."""
     room: tuple[int, int] = (GIB, 9 * GIB)
     nodes: tuple[int, ...] = (0, 0)
     errors: dict[str, int] = field(default_factory=dict)
@@ -61,8 +67,23 @@ class Group:
     def copy_state(self, step: int) -> Pending[str]:
         return self._note(f"copy {step}", self.problem)
 
-    def deliver_copies(self, step: int, keepers: Sequence[int]) -> Pending[str]:
-        return self._note(f"deliver {step}" + describe(keepers), self.undelivered)
+    def deliver_copies(self, step: int, keepers: Sequence[int]) -> Pending[None]:
+        self.delivered = self.undelivered
+        return self._note(f"deliver {step}" + describe(keepers))
+
+    def finish_copies(self, waits: bool) -> Pending[tuple[str, str] | None]:
+        if "finish" in self.losing:
+            return self._note("finish")
+        if self.is_copying and not waits:
+            return ready(None)
+        delivered, self.delivered = self.delivered, ""
+        return ready(("", delivered))
+
+    def holds_copies(self, step: int) -> bool:
+        return step in self.held
+
+    def discard_copies(self) -> Pending[None]:
+        return self._note("discard")
 
     def restore_state(self, step: int, keepers: Sequence[int]) -> Pending[None]:
         return self._note(f"restore {step}" + describe(keepers))
@@ -95,7 +116,7 @@ class Members:
     log: list[str]
     requests: dict[int, str] = field(default_factory=dict)
     spares: list[str] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
+    lost_nodes: list[int] = field(default_factory=list)
     count: int = 3
 
     def __len__(self) -> int:
@@ -103,6 +124,9 @@ class Members:
 
     def name(self, number: int) -> str:
         return f"n{number}"
+
+    def lost(self) -> list[int]:
+        return self.lost_nodes
 
     def spare_nodes(self) -> list[str]:
         return self.spares
@@ -112,14 +136,16 @@ class Members:
 
     def dismiss(self, number: int) -> None:
         self.requests.pop(number, None)
-        self.lost.append(number)
+        self.lost_nodes.append(number)
         self.log.append(f"dismiss {number}")
 
 
 class Models:
     """Trained models with fakes of their groups."""
 
-    def __init__(self, *groups: Group, checkpoint: str | None = None, shares_devices: bool = False):
+    def __init__(
+        self, *groups: Group, checkpoint: str | None = None, shares_devices: bool = False, every_steps: int = 1
+    ):
         self.log, self.spans = groups[0].log, []
         by_role = {group.role: group for group in groups}
         sharing = {role: [other for other in by_role if other != role] if shares_devices else [] for role in by_role}
@@ -134,7 +160,7 @@ class Models:
             replace_lost_nodes=self._replace_nodes,
             not_replaceable=lambda numbers: self.others,
         )
-        self.recovery = Recovery(session, by_role, sharing, checkpoint)
+        self.recovery = Recovery(session, by_role, sharing, checkpoint, every_steps)
         self.recovery.disconnect.append(lambda: self.log.append("disconnect"))
         self.trained = TrainedModels(by_role, sharing, self.recovery)
 
@@ -142,8 +168,13 @@ class Models:
         self.log.append("replace nodes")
         if self.obstacle is not None:
             raise self.obstacle
-        lost, self.members.lost = self.members.lost, []
+        lost, self.members.lost_nodes = self.members.lost_nodes, []
         return lost
+
+    def end(self, step: int) -> None:
+        """End a step, in whose refit all copies are completed if the groups complete them at all."""
+        self.trained.copy_state(step, lambda: self.log.append(f"repeat {step}"))
+        self.trained.end_copying()
 
     def run(self, *outcomes: Exception | None) -> int:
         """Attempt a task that has these outcomes, in order. Return the number of attempts."""
@@ -173,7 +204,7 @@ def test_task_without_a_loss_runs_once() -> None:
 def test_ranks_get_the_state_of_the_latest_copy(capsys: pytest.CaptureFixture[str]) -> None:
     models = Models(actor())
     for step in (4, 5):
-        models.trained.copy_state(step)
+        models.end(step)
     models.log.clear()
     assert models.run(loss(), None) == 2
     assert models.log == [*RESTART, "actor restore 5"]
@@ -192,33 +223,114 @@ def test_ranks_get_the_state_of_the_latest_copy(capsys: pytest.CaptureFixture[st
 def test_first_step_repeats_from_the_initial_state(checkpoint: str | None, loaded: list[str]) -> None:
     models = Models(actor(), checkpoint=checkpoint)
     assert models.run(loss(), None) == 2
-    assert models.log == [*RESTART, *loaded]
+    assert models.log == [*RESTART, "actor discard", *loaded]
 
 
 def test_failed_copy_leaves_the_earlier_one_in_use() -> None:
     group = actor(losing=["copy 5"])
     models = Models(group)
-    models.trained.copy_state(4)
+    models.end(4)
     copied = 0
     for attempt in models.trained.attempts():
         with attempt:
             copied += 1
-            models.trained.copy_state(5)
+            models.end(5)
     assert copied == 2
     assert "actor restore 4" in models.log and "actor restore 5" not in models.log
+
+
+def test_steps_since_the_copy_are_trained_again(capsys: pytest.CaptureFixture[str]) -> None:
+    models = Models(actor(), every_steps=3)
+    models.end(1)
+    assert models.run(loss(), None) == 2
+    assert models.log == [*RESTART, "actor discard", "repeat 1"]
+    for step in (2, 3, 4, 5):
+        models.end(step)
+    assert [call for call in models.log if "copy" in call] == ["actor copy 3"]
+    models.log.clear()
+    assert models.run(loss(), None) == 2
+    assert models.log == [*RESTART, "actor restore 3", "repeat 4", "repeat 5"]
+    assert models.spans == ["recover", "repeat step 1", "recover", "repeat step 4", "repeat step 5"]
+    assert "recovery: trained step 5 again in " in capsys.readouterr().out
+    models.end(6)
+    models.log.clear()
+    assert models.run(loss(), None) == 2
+    assert models.log == [*RESTART, "actor restore 6"]
+
+
+def test_loss_while_steps_are_trained_again_repeats_them() -> None:
+    models = Models(actor(), every_steps=2)
+    losses = [loss()]
+
+    def repeat() -> None:
+        models.log.append("repeat 1")
+        if losses:
+            raise losses.pop()
+
+    models.trained.copy_state(1, repeat)
+    assert models.run(loss(), None) == 2
+    assert models.log == [*RESTART, "actor discard", "repeat 1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("held", "restored"),
+    [
+        ({"actor": (), "critic": ()}, ["restore 4", "repeat 5"]),
+        ({"actor": (5,), "critic": ()}, ["restore 4", "repeat 5"]),
+        ({"actor": (5,), "critic": (5,)}, ["restore 5"]),
+    ],
+    ids=["no rank", "one model", "all ranks"],
+)
+def test_incomplete_copies_are_not_used(held: dict[str, tuple[int, ...]], restored: list[str]) -> None:
+    """Ranks are lost after some of them have completed their copies."""
+    log: list[str] = []
+    groups = [Group("actor", log), Group("critic", log)]
+    models = Models(*groups)
+    models.end(4)
+    for group in groups:
+        group.is_copying, group.held = True, held[group.role]
+    models.end(5)
+    log.clear()
+    assert models.run(loss(), None) == 2
+    expected = {f"{role} {call}" if "restore" in call else call for role in ("actor", "critic") for call in restored}
+    assert {call for call in log if "restore" in call or "repeat" in call} == expected
+
+
+def test_copies_end_before_the_next_ones_begin() -> None:
+    group = actor(is_copying=True)
+    models = Models(group)
+    models.end(1)
+    group.losing.append("finish")
+    copied = 0
+    for attempt in models.trained.attempts():
+        with attempt:
+            copied += 1
+            models.end(2)
+    assert copied == 2
+    assert models.log == ["actor copy 1", "actor finish", *RESTART, "actor discard", "repeat 1", "actor copy 2"]
+
+
+def test_step_waits_for_its_copies_if_engines_sleep() -> None:
+    """Before the engines wake up for the refit, there is no step to repeat."""
+    models = Models(actor(is_copying=True))
+    models.trained = replace(models.trained, waits_for_copies=True)
+    models.end(1)
+    models.log.clear()
+    assert models.run(loss(), None) == 2
+    assert models.log == [*RESTART, "actor restore 1"]
 
 
 def test_full_memory_disables_replacement_temporarily(capsys: pytest.CaptureFixture[str]) -> None:
     group = actor()
     models = Models(group)
-    models.trained.copy_state(4)
+    models.end(4)
     group.problem = "/dev/shm: no room for 1.00 GiB."
     for step in (5, 6):
-        models.trained.copy_state(step)
+        models.end(step)
     with pytest.raises(LostRanks):
         models.run(loss())
     group.problem = ""
-    models.trained.copy_state(7)
+    models.end(7)
     assert models.run(loss(), None) == 2
     assert [line for line in group.log if "restore" in line] == ["actor restore 7"]
     lines = capsys.readouterr().out.splitlines()
@@ -230,7 +342,7 @@ def test_full_memory_disables_replacement_temporarily(capsys: pytest.CaptureFixt
 def test_loss_during_a_replacement_replaces_again(call: str) -> None:
     group = actor()
     models = Models(group)
-    models.trained.copy_state(1)
+    models.end(1)
     group.losing += [call]
     assert models.run(loss(), None) == 2
     assert models.log.count("actor kill") == models.log.count("actor launch") == 2
@@ -242,7 +354,7 @@ def test_models_on_shared_devices_load_one_at_a_time() -> None:
     log: list[str] = []
     offloads = frozenset({"optimizer"})
     models = Models(Group("actor", log, offloads), Group("critic", log, offloads), shares_devices=True)
-    models.trained.copy_state(2)
+    models.end(2)
     log.clear()
     assert models.run(loss(), None) == 2
     restored = [["launch", "start", "restore 2", "offload"] for _ in range(2)]
@@ -252,7 +364,7 @@ def test_models_on_shared_devices_load_one_at_a_time() -> None:
 
 def test_step_that_always_loses_a_rank_ends_the_run() -> None:
     models = Models(actor())
-    models.trained.copy_state(1)
+    models.end(1)
     with pytest.raises(
         RunFailure,
         match=f"lost again after {MAX_REPLACEMENTS} replacements in this step. Last cause: update: actor-1 died",
@@ -265,7 +377,7 @@ def test_limit_counts_losses_of_one_step() -> None:
     models = Models(actor())
     for step in range(3 * MAX_REPLACEMENTS):
         assert models.run(loss(), None) == 2
-        models.trained.copy_state(step)
+        models.end(step)
 
 
 def test_other_failures_are_not_repeated() -> None:
@@ -278,8 +390,8 @@ def test_other_failures_are_not_repeated() -> None:
 def test_ranks_are_not_replaced_without_room_for_copies(capsys: pytest.CaptureFixture[str]) -> None:
     """Both ranks are on one node, so their copies need 2 GiB of at most 1.75."""
     models = Models(actor(room=(GIB, 7 * GIB // 2)))
-    models.trained.copy_state(1)
-    models.trained.copy_state(2)
+    models.end(1)
+    models.end(2)
     assert models.log == []
     [line] = capsys.readouterr().out.splitlines()
     assert "need 2.00 GiB of shared memory on node number 0, more than half of its free 3.50 GiB" in line
@@ -290,7 +402,7 @@ def test_ranks_are_not_replaced_without_room_for_copies(capsys: pytest.CaptureFi
 
 def test_ending_run_replaces_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     models = Models(actor())
-    models.trained.copy_state(1)
+    models.end(1)
     monkeypatch.setattr(recovery, "interrupts", SimpleNamespace(is_signaled=True))
     with pytest.raises(LostRanks):
         models.run(loss())
@@ -299,18 +411,18 @@ def test_ending_run_replaces_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_room_is_counted_on_each_node() -> None:
     models = Models(actor(room=(GIB, 2 * GIB), nodes=(0, 1)))
-    models.trained.copy_state(1)
+    models.end(1)
     assert models.log == ["actor copy 1"]
 
 
 def test_keepers_hold_copies_while_there_is_a_spare_node() -> None:
     models = Models(actor(nodes=(0, 0, 1, 1)))
-    models.trained.copy_state(1)
+    models.end(1)
     models.members.spares = ["n4"]
-    models.trained.copy_state(2)
+    models.end(2)
     models.run(loss(), None)
     models.members.spares = []
-    models.trained.copy_state(3)
+    models.end(3)
     models.run(loss(), None)
     copies = [call for call in models.log if "copy" in call or "restore" in call]
     kept = ", kept by [2, 3, 0, 1]"
@@ -328,7 +440,7 @@ def test_full_keeper_only_disables_the_replacement_of_nodes(capsys: pytest.Captu
     models = Models(actor(nodes=(0, 1), undelivered="/dev/shm: no room for 1.00 GiB."))
     models.members.spares = ["n4"]
     for step in (1, 2):
-        models.trained.copy_state(step)
+        models.end(step)
     assert models.log == ["actor copy 1", "actor deliver 1, kept by [1, 0]", "actor copy 2"]
     [line] = capsys.readouterr().out.splitlines()
     consequence = "recovery: no copies on other nodes, so the loss of a node ends the attempt. "
@@ -340,10 +452,30 @@ def test_full_keeper_only_disables_the_replacement_of_nodes(capsys: pytest.Captu
 def test_node_that_cannot_be_replaced_ends_the_run() -> None:
     models = Models(actor(nodes=(0, 1)))
     models.obstacle = RunFailure("lost node n1")
-    models.trained.copy_state(1)
+    models.end(1)
     with pytest.raises(RunFailure, match=r"^lost node n1$"):
         models.run(loss(), None)
     assert "actor launch" not in models.log
+
+
+def test_node_with_all_copies_of_a_model_cannot_be_replaced() -> None:
+    models = Models(actor(nodes=(1, 1)))
+    models.members.spares, models.members.lost_nodes = ["n4"], [1]
+    assert models.run(loss(), None) == 2, "before the first copy, no state is lost with the node"
+    assert "actor launch" in models.log
+    models.end(1)
+    models.log.clear()
+    assert models.run(loss(), None) == 2, "the death of a rank loses no copies"
+    assert models.log[-1] == "actor restore 1"
+    models.log.clear()
+    models.members.lost_nodes = [1]
+    expected = (
+        r"actor-1\.log\. All ranks of the actor were on node n1, so no other node has a copy of their state\. Fix: "
+        r"resume from the newest checkpoint with resume=auto$"
+    )
+    with pytest.raises(RunFailure, match=expected):
+        models.run(loss(), None)
+    assert models.log == ["actor kill"]
 
 
 def test_keepers_hold_no_copies_without_room(capsys: pytest.CaptureFixture[str]) -> None:
@@ -351,7 +483,7 @@ def test_keepers_hold_no_copies_without_room(capsys: pytest.CaptureFixture[str])
     models = Models(actor(nodes=(0, 0, 1), room=(GIB, 5 * GIB)))
     models.members.spares = ["n4"]
     for step in (1, 2):
-        models.trained.copy_state(step)
+        models.end(step)
     assert models.log == ["actor copy 1", "actor copy 2"]
     [line] = capsys.readouterr().out.splitlines()
     assert "need 3.00 GiB of shared memory on node number 0, more than half of its free 5.00 GiB, so the loss " in line
@@ -366,7 +498,8 @@ def test_models_without_recovery_have_one_attempt() -> None:
         for attempt in trained.attempts():
             with attempt:
                 raise loss()
-    trained.copy_state(1)
+    trained.copy_state(1, lambda: None)
+    trained.end_copying()
     assert trained.take_metrics() == {}
     trained.replace_leaving_node()
 
@@ -381,7 +514,7 @@ def connects(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def end_step(models: Models, step: int) -> list[str]:
     """Copy the state after a step, and replace a node that should leave. Return the calls after the copies."""
-    models.trained.copy_state(step)
+    models.end(step)
     models.log.clear()
     models.trained.replace_leaving_node()
     return [*models.log]
@@ -419,7 +552,7 @@ def test_devices_of_a_lost_node_are_forgotten(connects: list[str]) -> None:
     models = Models(group)
     models.members.spares = ["n3", "n4"]
     end_step(models, 1)
-    models.members.lost, group.errors = [1], {"pending row remaps": 1}
+    models.members.lost_nodes, group.errors = [1], {"pending row remaps": 1}
     assert models.run(loss(), None) == 2
     assert "dismiss 1" not in end_step(models, 2)
 
@@ -468,7 +601,7 @@ def test_node_leaves_when_a_spare_node_has_joined(connects: list[str]) -> None:
     """A spare that has joined since the copy has to wait: the copies are only on the ranks' own nodes."""
     models = Models(actor(nodes=(1, 2)))
     models.members.requests = {1: "maintenance"}
-    models.trained.copy_state(1)
+    models.end(1)
     models.members.spares = ["n3"]
     models.trained.replace_leaving_node()
     assert "dismiss 1" not in models.log
@@ -483,6 +616,22 @@ def test_leaving_node_waits_for_all_of_its_models(connects: list[str]) -> None:
     assert end_step(models, 1) == ["actor examine", "critic examine"]
     models.members.requests = {1: "maintenance"}
     assert "dismiss 1" in end_step(models, 2)
+
+
+def test_node_leaves_between_copies(connects: list[str]) -> None:
+    """A copy is made before the interval has passed, because the node should leave."""
+    models = Models(actor(nodes=(1, 2)), every_steps=9)
+    models.members.spares = ["n3"]
+    assert end_step(models, 1) == ["actor examine"]
+    models.members.requests = {1: "maintenance"}
+    calls = end_step(models, 2)
+    assert calls == ["actor examine", "dismiss 1", *RESTART, "actor restore 2, kept by [1, 0]"]
+
+
+def test_node_that_must_leave_waits_for_the_copies(connects: list[str]) -> None:
+    models = Models(actor(nodes=(1, 2), is_copying=True))
+    models.members.spares, models.members.requests = ["n3"], {1: "maintenance"}
+    assert "dismiss 1" in end_step(models, 1)
 
 
 def test_rank_lost_before_a_node_leaves_repeats_no_step(connects: list[str]) -> None:

@@ -112,12 +112,16 @@ class Nvml(ModuleType):
     """A fake of NVIDIA's management library for one device, which lacks the counters in `unsupported`."""
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+    NVML_SUCCESS, NVML_ERROR_NOT_SUPPORTED = 0, 3
+    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, NVML_GPU_RECOVERY_ACTION_NONE = 230, 0
 
     class NVMLError(Exception):
         pass
 
-    def __init__(self, *unsupported: str):
+    def __init__(self, *unsupported: str, action: int = 0):
+        """action: the action that the driver requires, such as 1 for a reset."""
         super().__init__("pynvml")
+        self._action = action
         self.__spec__ = ModuleSpec("pynvml", None)
         self._unsupported, self._is_initialized = unsupported, False
 
@@ -136,6 +140,13 @@ class Nvml(ModuleType):
         assert handle == "GPU-1234"
         return self._unless_unsupported("rows", (7, 8, 1, 0))
 
+    def nvmlDeviceGetFieldValues(self, handle: str, fields: list[int]) -> list[Any]:
+        """Return a status for each field, as the driver does for unknown ones instead of an error."""
+        assert (handle, fields) == ("GPU-1234", [230])
+        self._unless_unsupported("fields", None)
+        status = self.NVML_ERROR_NOT_SUPPORTED if "action" in self._unsupported else self.NVML_SUCCESS
+        return [SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(uiVal=self._action))]
+
     def _unless_unsupported(self, name: str, value: Any) -> Any:
         if name in self._unsupported:
             raise self.NVMLError
@@ -143,18 +154,40 @@ class Nvml(ModuleType):
 
 
 ERRORS, ROWS = {"uncorrected memory errors": 5}, {"pending row remaps": 1, "failed row remaps": 0}
+RESET = "errors that require a reset or reboot"
 
 
 @pytest.mark.parametrize(
     ("unsupported", "counts"),
-    [((), ERRORS | ROWS), (("errors",), ROWS), (("rows",), ERRORS), (("handle",), {})],
-    ids=["all", "no errors", "no rows", "no device"],
+    [
+        ((), ERRORS | ROWS | {RESET: 0}),
+        (("errors",), ROWS | {RESET: 0}),
+        (("rows",), ERRORS | {RESET: 0}),
+        (("action",), ERRORS | ROWS),
+        (("fields",), ERRORS | ROWS),
+        (("handle",), {}),
+    ],
+    ids=["all", "no errors", "no rows", "old driver", "no fields", "no device"],
 )
 def test_supported_error_counters_are_read(monkeypatch, unsupported: tuple[str, ...], counts: dict[str, int]) -> None:
+    assert counts_of(monkeypatch, Nvml(*unsupported)) == counts
+
+
+def counts_of(monkeypatch: pytest.MonkeyPatch, nvml: Nvml) -> dict[str, int]:
     monkeypatch.setattr(device, "on_cuda", lambda: True)
     monkeypatch.setattr(device, "uuid", lambda gpu: "1234")
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml(*unsupported))
-    assert device.error_counts() == counts
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    return device.error_counts()
+
+
+@pytest.mark.parametrize(("action", "required"), [(0, 0), (1, 1), (2, 1), (4, 1)])
+def test_required_reset_is_an_error(monkeypatch: pytest.MonkeyPatch, action: int, required: int) -> None:
+    assert counts_of(monkeypatch, Nvml(action=action))[RESET] == required
+
+
+def test_old_library_lacks_the_required_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
+    assert counts_of(monkeypatch, Nvml()) == ERRORS | ROWS
 
 
 def test_cpu_has_no_error_counters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from megarl.cluster.memory.rank import rank_memory
 from megarl.cluster.memory.reserves import CONTEXTS, FRAGMENTS, GRAPHS, NCCL
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import GIB, read_cluster
+from megarl.planner.phases import COPIES, SPARES
 from megarl.planner.plan import plan_recipe
+from tests.paths import ROOT
 from tests.published_models import CONFIGS
 from tests.unit.planner.plan_cases import ON_HOST, layout_keys, plan_of, recipe
 
@@ -157,6 +159,21 @@ def test_full_host_memory_is_a_problem():
     assert reference.host["reference: weights"] == pytest.approx(8 * 14 * GIB, rel=0.02)
     assert "a node's host memory would hold" in reference.problem and reference.problem.count("\n") == 0
     assert "has only 2048 GiB. Fix: offload less, or set checkpoint.background=false" in reference.problem
+    assert COPIES not in without.host, "copies would take 3/4 of the memory, so the run makes none"
+
+
+def test_copies_and_spare_processes_are_in_host_memory(tmp_path):
+    """Each of 8 ranks copies, twice, 2 bytes of weights and 12 of AdamW's state per parameter that it updates."""
+    plan, without = (plan_of(DENSE, "8xH100", *KEYS, *more) for more in ((), ("cluster.replace_ranks=false",)))
+    parameters = plan.save.node_bytes / 14
+    assert plan.host[COPIES] == plan.copies == pytest.approx(2 * 14 * parameters)
+    figures = json.loads((ROOT / "tools/benchmarks/results/spares.json").read_text())
+    measured = figures["runs"]["spare"]["spare_gb"] * 1e9
+    assert plan.host[SPARES] == pytest.approx(8 * measured, rel=0.01)
+    assert plan.host.keys() - without.host.keys() == {COPIES, SPARES}
+    assert sum(plan.host.values()) - sum(without.host.values()) == pytest.approx(plan.host[COPIES] + plan.host[SPARES])
+    assert ppo_plan(tmp_path).host[SPARES] == pytest.approx(2 * 2 * measured, rel=0.01), "two ranks of two models"
+    assert SPARES not in plan_of(DENSE, "8xH100", *KEYS, "cluster.spare_processes=false").host
 
 
 def teacher_plan(tmp_path, *overrides):

@@ -29,6 +29,8 @@ def test_save_time_of_70_billion_parameters(tmp_path: Path) -> None:
     assert save.writing == pytest.approx(of_node / 4e9, rel=1e-3) == pytest.approx(30.87, rel=1e-3)
     assert save.copying == pytest.approx(of_node / 8 / (0.74 * 64e9), rel=1e-3)
     assert "GB in 30.9 s at 4 GB/s, in the background" in table(planned)
+    copies = "take 247 GB of shared memory on the fullest node, and twice that with a spare node; spare processes take"
+    assert f"copies of the ranks' state {copies} 2.32 GB of host memory" in table(planned)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,18 @@ def test_work_before_a_recovery_is_done_again() -> None:
     }
 
 
+def test_steps_that_are_trained_again_are_repeated() -> None:
+    spans = driver(
+        ("rollout", 0, 4), ("recover", 5, 7), ("repeat step 4", 7, 9), ("repeat step 5", 9, 12), ("train", 12, 15)
+    )
+    assert step_seconds(0, 15, spans, Devices(shared=1)) == {
+        "rollout": 4,
+        "repeated": 1 + 2 + 3,
+        "restart/in place": 2,
+        "train": 3,
+    }
+
+
 def test_no_work_before_a_move_is_done_again() -> None:
     spans = driver(("train", 0, 5), ("move", 6, 10), ("refit", 10, 12))
     assert step_seconds(0, 12, spans, Devices(shared=1)) == {

@@ -131,6 +131,9 @@ CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
     "actor check checkpoint": ("checkpoint", lambda groups, _: groups.actor.load_checkpoint(None)),
     "actor copy room": ("checkpoint", lambda groups, _: groups.actor.copy_room()),
     "actor copy state": ("checkpoint", lambda groups, _: groups.actor.copy_state(1, ())),
+    "actor deliver copies": ("checkpoint", lambda groups, _: groups.actor.deliver_copies(1, ())),
+    "actor finish copies": ("checkpoint", lambda groups, _: groups.actor.finish_copies(True)),
+    "actor discard copies": ("checkpoint", lambda groups, _: groups.actor.discard_copies()),
     "actor restore state": ("checkpoint", lambda groups, _: groups.actor.restore_state(1, ())),
     "actor export": ("checkpoint", lambda groups, folder: groups.actor._export.on_first(None, None, folder)),
 }

@@ -83,11 +83,11 @@ def test_shared_backbone_rejects_separate_critic_keys(key):
         recipe(*on_actor, key)
 
 
-def test_spare_processes_need_replaceable_ranks():
-    recipe("cluster.spare_processes=true")
-    line = "cluster.spare_processes=true: has no effect unless cluster.replace_ranks=true"
-    with pytest.raises(ValueError, match=f"^{line}"):
-        recipe("cluster.spare_processes=true", "cluster.replace_ranks=false")
+@pytest.mark.parametrize("key", ["cluster.spare_processes=true", "cluster.copy_every_steps=3"])
+def test_recovery_needs_replaceable_ranks(key: str):
+    recipe(key)
+    with pytest.raises(ValueError, match=f"^{key}: has no effect unless cluster.replace_ranks=true"):
+        recipe(key, "cluster.replace_ranks=false")
 
 
 def test_values_of_the_base_recipe_are_accepted():
