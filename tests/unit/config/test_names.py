@@ -27,8 +27,9 @@ from tools import key_tables
         ("actor.lr", "did you mean actor.optimizer.lr? Fix: rename the key"),
         (
             "tp",
-            "did you mean actor.layout.tp or critic.layout.tp or reward_model.layout.tp or implicit_reward.layout.tp or "
-            "teachers.models.layout.tp or teachers.layout.tp or rollout.tp? Fix: rename the key",
+            "did you mean actor.layout.tp or critic.layout.tp or reward_model.layout.tp or "
+            "implicit_reward.layout.tp or teachers.models.layout.tp or teachers.layout.tp or "
+            "rollout.tp? Fix: rename the key",
         ),
         ("rewards.functions.func", "did you mean rewards.functions.function? Fix: rename the key"),
         ("rollout.n", "verl's rollout.n corresponds to batch.samples_per_prompt. Fix: use that key"),
