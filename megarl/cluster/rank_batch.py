@@ -76,7 +76,7 @@ class StoredStates:
             return torch.from_numpy(self.content).view(getattr(torch, self.dtype))
 
 
-def put_scores(scores: Mapping[str, torch.Tensor | Sequence[float]]) -> Scores:
+def put_scores(scores: Mapping[str, torch.Tensor | NDArray[Any] | Sequence[float]]) -> Scores:
     """Put scores into Ray's object store, which keeps them while a reference to any of them exists. Each sample's
     hidden states are a separate object, because they are large, and a rank fetches only those of its own samples."""
     if not scores:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -104,7 +105,7 @@ def tile() -> tuple[int, int]:
     return TILE if device.on_cuda() else CPU_TILE
 
 
-def is_sharded(process_group: dist.ProcessGroup | None) -> bool:
+def is_sharded(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
     return process_group is not None and dist.get_world_size(process_group) > 1
 
 
