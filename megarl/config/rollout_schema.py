@@ -68,6 +68,7 @@ class Rollout(Section):
     max_staleness: NonNegativeInt
     on_stale: Literal["wait", "drop"]
     kv_cache_on_update: Literal["keep", "recompute"]
+    prefix_share: Annotated[float, Field(ge=0, le=1)]
     longest_first: bool
     temperature: Annotated[Temperature, Field(gt=0)]
     top_p: Annotated[float, Field(gt=0, le=1)]

@@ -52,12 +52,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest(Sampling):
-    """A request for one completion, or for one rollout whose turns all use these parameters. `group_seed` is the seed
-    for the environment's random draws; it is equal for all rollouts of a prompt in a step."""
+    """A request for one completion, or for one rollout whose turns all use these parameters.
+
+    Attributes:
+        group_seed: seed for the environment's random draws; it is equal for all rollouts of a prompt in a step.
+        prefix: token ids with which the completion's response starts.
+    """
 
     sample_id: str
     prompt: Prompt
     group_seed: int = field(default=0, kw_only=True)
+    prefix: tuple[int, ...] = field(default=(), kw_only=True)
 
     def turn(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()) -> TurnRequest:
         """Return the request for the rollout's next turn after these tokens, with additional stop strings."""

@@ -139,7 +139,8 @@ class RolloutQueue:
             if i in given or not self._use_finished(item, number, i, is_restart=i < num_again)
         ]
         places = self.finished.free_places(number, self._num_in_step, len(new))
-        group_requests = requests(self.config, number, [self.data[items[i].row] for i in new], places)
+        prompts = [self.data[items[i].row] for i in new]
+        group_requests = requests(self.config, number, prompts, places, self.data.responses)
         self._num_in_step = max(self._num_in_step + len(items), 1 + max(places, default=0))
         groups: dict[int, Group] = {}
         sampled = [k for k in self._in_order([items[i] for i in new]) if new[k] not in given]

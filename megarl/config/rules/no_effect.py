@@ -221,8 +221,8 @@ KEY_REQUIREMENTS = (
     ),
     _if_equal("algorithm.distillation.divergence=jsd", ("algorithm.distillation.beta",)),
     KeyRequirement(
-        "algorithm.distillation.on_policy_share=0.5",
-        lambda config: config.trains_given_responses,
+        "rollout.prefix_share=0.5 or algorithm.distillation.on_policy_share=0.5",
+        lambda config: config.rollout.prefix_share > 0 or config.trains_given_responses,
         {"data.response_column": None},
     ),
     _if_set("algorithm.distillation.anneal_steps=100", {"algorithm.distillation.final_coefficient": 0.0}),

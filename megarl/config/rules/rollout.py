@@ -37,6 +37,30 @@ def context_holds_a_prompt_and_a_response(config: Config) -> Iterator[str]:
         )
 
 
+def prefixes_need_given_responses(config: Config) -> Iterator[str]:
+    share = config.rollout.prefix_share
+    if share > 0 and config.data.response_column is None:
+        yield (
+            f"rollout.prefix_share={share:g}: prefixes come from given responses, but data.response_column=null. Fix: "
+            "set data.response_column to a column with a response to each prompt"
+        )
+
+
+def prefixes_begin_single_responses(config: Config) -> Iterator[str]:
+    if not config.rollout.prefix_share:
+        return
+    reasons = {
+        f"data.format={config.data.format}": config.is_offline,
+        "rollout.engine=diffusers": config.samples_images,
+        f"environment.class={config.environment.name}": config.has_environment,
+    }
+    if (reason := next((key for key, applies in reasons.items() if applies), None)) is not None:
+        yield (
+            f"rollout.prefix_share={config.rollout.prefix_share:g}: with {reason}, no single text response is sampled "
+            "for a prompt. Fix: set rollout.prefix_share=0"
+        )
+
+
 def quantization_requires_bfloat16(config: Config) -> Iterator[str]:
     if config.rollout.quantization is not None and config.model.dtype != "bfloat16":
         yield (
@@ -197,6 +221,8 @@ RULES = (
     candidate_tokens_are_bounded,
     nodes_do_not_share_memory,
     context_holds_a_prompt_and_a_response,
+    prefixes_need_given_responses,
+    prefixes_begin_single_responses,
     quantization_requires_bfloat16,
     weights_are_quantized_once,
     sleep_requires_idle_engines,

@@ -22,6 +22,7 @@ from megarl.config.rollout_schema import Rollout
 from megarl.core import device
 from megarl.core.completion import NO_DRAFTS, CandidateIds, Completion, DraftCounts, VersionRun
 from megarl.core.sample import Sample
+from megarl.environments.transcript import Transcript
 from megarl.models.families import completed
 from megarl.models.folder import read_config
 from megarl.models.huggingface import experts
@@ -91,7 +92,8 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
             print(f"engine rank {rank}: {description}", flush=True)
 
     async def _complete(self, request: SamplingRequest) -> Sample:
-        return self._sample(request, await self._begin(request.prompt.token_ids.tolist(), request))
+        context = [*request.prompt.token_ids.tolist(), *request.prefix]
+        return self._sample(request, await self._begin(context, request))
 
     def num_unfinished(self, sample_ids: Collection[str]) -> int:
         requested = [item for item in self._pending.values() if item.request.sample_id in sample_ids]
@@ -254,6 +256,16 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
 
     def _sample(self, request: SamplingRequest, completion: Completion) -> Sample:
         ids = completion.token_ids
+        text = response_text(
+            self._tokenizer,  # pyright: ignore[reportArgumentType]  # vLLM's protocol for tokenizers lacks methods
+            request.prompt.token_ids.tolist(),
+            [*request.prefix, *completion.text_ids.tolist()],
+        )
+        if request.prefix:
+            transcript = Transcript(request.prompt.token_ids.tolist())
+            transcript.add_context(request.prefix)
+            transcript.add_turn(completion)
+            return transcript.sample(request.sample_id, request.prompt, text, request.sample_id, None)
         return Sample(
             id=request.sample_id,
             prompt=request.prompt,
@@ -262,11 +274,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
             response_mask=np.ones(len(ids), np.bool_),
             versions=completion.versions,
             finish_reason=completion.finish_reason,
-            text=response_text(
-                self._tokenizer,  # pyright: ignore[reportArgumentType]  # vLLM's protocol for tokenizers lacks methods
-                request.prompt.token_ids.tolist(),
-                completion.text_ids.tolist(),
-            ),
+            text=text,
             candidate_ids=completion.candidate_ids,
             routes=completion.routes,
             drafts=completion.drafts,

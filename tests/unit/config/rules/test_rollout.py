@@ -10,6 +10,14 @@ MTP = ["rollout.speculative.method=mtp", "actor.mtp.loss_coefficient=0.0"]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["rollout.prefix_share=0.5", "data.source=rows.jsonl"],
+            "rollout.prefix_share=0.5: prefixes come from given responses, but data.response_column=null. Fix:",
+        ),
+        (
+            ["rollout.prefix_share=0.5", "data={source: r.jsonl, response_column: r}", "environment.class=game.py:G"],
+            "rollout.prefix_share=0.5: with environment.class=game.py:G, no single text response is sampled for a",
+        ),
         (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the candidate tokens of the truncated"),
         (
             ["rollout.quantization=fp8_block", "model.dtype=float32"],

@@ -210,7 +210,10 @@ def test_null_removes_the_teachers() -> None:
             [TEACHERS, *OFFLINE, "algorithm.distillation.on_policy_share=0.5"],
             "algorithm.distillation.on_policy_share=0.5: with data.format=messages, no responses are sampled. Fix:",
         ),
-        ([ROWS, RESPONSES], "data.response_column=solution: has no effect unless algorithm.distillation.on_policy_sh"),
+        (
+            [ROWS, RESPONSES],
+            "data.response_column=solution: has no effect unless rollout.prefix_share=0.5 or algorithm.disti",
+        ),
         (
             ["teachers.models=[{name: a, path: x, sources: [math]}]", *OFFLINE],
             "teachers.models: a with sources=['math']: with data.format=messages, every teacher scores all rows. Fix:",
