@@ -35,14 +35,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megarl.core import device
 from megarl.megatron import parallel
 from megarl.megatron.checkpoint.optimizer_state import MOMENTUM, OwnedRange, owned_ranges
+from megarl.models.flops import NEWTON_SCHULZ_STEPS
 from megarl.resharding.piece import Holder, Rectangle, flat_span, intersect, num_elements
 from megarl.resharding.selection import layer_matrices
 from megarl.resharding.transports.transport import view
 
-STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Number of Newton-Schulz steps, and the coefficients of each step's odd quintic polynomial. Together, the steps map
-all but tiny singular values to about 0.7 to 1.2."""
+"""Coefficients of the odd quintic polynomial in each Newton-Schulz step. Together, the steps map all but tiny singular
+values to about 0.7 to 1.2."""
 
 EPSILON = 1e-7
 """Added to a matrix's norm, which may be 0."""
@@ -57,7 +57,7 @@ def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     a, b, c = COEFFICIENTS
     wide = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
     x = (wide / (wide.norm() + EPSILON)).to(dtype)
-    for _ in range(STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.t()
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.t() if wide is not matrix else x).float()

@@ -6,6 +6,9 @@ from megarl.models.denoiser import TIME_CHANNELS, DenoiserShape, StableDiffusion
 from megarl.models.huggingface import WindowedAttention
 from megarl.models.shape import ModelShape
 
+NEWTON_SCHULZ_STEPS = 5
+"""Number of iterations with which Muon orthogonalizes a matrix."""
+
 
 def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: float) -> float:
     """Return the number of operations for one forward and backward pass. See `forward_flops` for the arguments. The
@@ -153,3 +156,10 @@ def attention_weights(shape: ModelShape) -> int:
     rank = latent.query_rank
     query = shape.hidden * shape.query if rank is None else rank * (shape.hidden + shape.query)
     return query + shape.hidden * shape.latent_and_position + latent.kv_rank * shape.latent_keys_and_values + output
+
+
+def orthogonalization_flops(rows: int, columns: int) -> int:
+    """Return the number of operations for orthogonalizing a matrix by Newton-Schulz iterations. With m ≤ n for its
+    sizes, an iteration consists of the products [m, n] · [n, m], [m, m] · [m, m] and [m, m] · [m, n]."""
+    m, n = sorted((rows, columns))
+    return NEWTON_SCHULZ_STEPS * 2 * (2 * m * m * n + m**3)

@@ -108,6 +108,7 @@ def train_time(
     hidden = microbatch_seconds * (work - 1) / work if settings.overlap_communication else 0.0
     update["gradients and parameters between replicas"] = max(0.0, reduced - hidden)
     update["optimizer"] = _optimizer(layout, first, cluster, host_share)
+    update["Muon"] = _muon(layout, first, cluster)
     forward: dict[str, float] = defaultdict(float)
     for name, seconds in slowest.forward.items():
         forward[name] += (count + waiting) * seconds
@@ -240,9 +241,24 @@ def _optimizer(layout: Layout, held: RankParameters, cluster: Cluster, host_shar
     """Return the duration of an Adam step in seconds. On the GPU, the step reads and writes 30 bytes for each parameter
     in the rank's shard. For the part of the optimizer state in host memory, gradients are copied over PCIe, the CPU
     reads and writes 28 bytes per parameter, and the updated weights are copied back."""
-    ranks = layout.tp * layout.cp * layout.dp
-    share = (held.trained - held.trained_experts) / (layout.dp * layout.cp)
-    share += held.trained_experts * layout.expert_tp * layout.ep / ranks
+    share = _share(layout, held.trained, held.trained_experts)
     on_gpu = share * (1 - host_share) * 30 / (cluster.gpu.memory_gb_s * 1e9 * OPTIMIZER_SHARE)
     copied = share * host_share * 6 / (cluster.gpu.host_gb_s * 1e9 * HOST_LINK_SHARE)
     return on_gpu + copied + share * host_share * 28 / HOST_ADAM_BYTES
+
+
+def _muon(layout: Layout, held: RankParameters, cluster: Cluster) -> float:
+    """Return the seconds that an update with Muon takes in addition to those of `_optimizer`. The ranks of a pipeline
+    stage orthogonalize different matrices at the same time. For each element in its shard, a rank sends the momentum
+    and, as the owner of other matrices, the update, 4 bytes each."""
+    ranks = layout.tp * layout.cp * layout.dp
+    products = _share(layout, held.muon_flops, held.muon_expert_flops) / (cluster.gpu.tflops * 1e12 * DENSE_SHARE)
+    sent = 8 * _share(layout, held.muon, held.muon_experts) * (ranks - 1) / ranks
+    return products + sent / cluster.link_bytes_per_second(ranks)
+
+
+def _share(layout: Layout, count: float, experts: float) -> float:
+    """Return a data-parallel rank's share of a sum over the parameters that a rank holds, of which `experts` is for
+    routed experts."""
+    shared = experts * layout.expert_tp * layout.ep / (layout.tp * layout.cp * layout.dp)
+    return (count - experts) / (layout.dp * layout.cp) + shared

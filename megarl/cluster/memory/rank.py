@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -11,14 +11,16 @@ from typing import Any, Literal
 from megarl.config.model_schema import Layout, Lora
 from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, shape_of
+from megarl.models.flops import orthogonalization_flops
 from megarl.models.huggingface import Experts, LatentAttention, LinearAttention
 from megarl.models.mtp import trains_mtp
 from megarl.models.shape import LayerKind, ModelShape
 from megarl.ops.tile import TILE
-from megarl.resharding.families import megatron_holder
+from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.families.adapters import EXPERTS, SHARED, adapted_weights, adapter_holder
 from megarl.resharding.families.mtp import MTP
 from megarl.resharding.families.z_image import CAPTION_STACK
+from megarl.resharding.piece import Holder, num_elements
 from megarl.resharding.selection import layer_matrices
 
 Recompute = Literal["none", "selective", "full"]
@@ -78,6 +80,9 @@ class RankParameters:
         constant_experts: number of those in routed experts.
         muon: number of parameters that Muon updates.
         muon_experts: number of parameters in routed experts that Muon updates.
+        muon_flops: operations for orthogonalizing Muon's matrices in an update, times the fraction of each matrix that
+            the rank holds.
+        muon_expert_flops: the part of muon_flops for routed experts.
     """
 
     count: int
@@ -92,6 +97,8 @@ class RankParameters:
     constant_experts: int = 0
     muon: int = 0
     muon_experts: int = 0
+    muon_flops: float = 0.0
+    muon_expert_flops: float = 0.0
 
     @property
     def trained(self) -> int:
@@ -128,6 +135,7 @@ class RankParameters:
         kept = {name for name in sizes if MTP in name and not trains_mtp(hf_config)}
         matrices = layer_matrices(holder)
         updated = [name for name in matrices if name not in kept] if uses_muon else []
+        muon_flops = _muon_flops(hf_config, holder, updated)
         return cls(
             count=sum(sizes.values()),
             experts=sum(size for name, size in sizes.items() if EXPERTS in name),
@@ -141,6 +149,8 @@ class RankParameters:
             constant_experts=sum(sizes[name] for name in kept if EXPERTS in name),
             muon=sum(sizes[name] for name in updated),
             muon_experts=sum(sizes[name] for name in updated if EXPERTS in name),
+            muon_flops=sum(muon_flops.values()),
+            muon_expert_flops=sum(flops for name, flops in muon_flops.items() if EXPERTS in name),
         )
 
 
@@ -197,6 +207,24 @@ def stage_memory(
         activations=_activations(shape, layout, held.layers, in_flight, rank_tokens, num_bytes, recompute),
         head=head,
     )
+
+
+def _muon_flops(hf_config: Mapping[str, Any], holder: Holder, names: Sequence[str]) -> dict[str, float]:
+    """Return the operations for orthogonalizing the checkpoint matrices in these parameters, by parameter, times the
+    fraction of each matrix that the parameter contains."""
+    if not names:
+        return {}
+    shapes, pieces = huggingface_holder(hf_config).shapes, holder.shard.by_parameter()
+    return {
+        name: sum(
+            orthogonalization_flops(*shapes[piece.canonical])
+            * num_elements(piece.local_rectangle)
+            / prod(shapes[piece.canonical])
+            for piece in pieces[name]
+            if piece.canonical is not None
+        )
+        for name in names
+    }
 
 
 def optimizer_shard_size(layout: Layout, held: RankParameters) -> int:

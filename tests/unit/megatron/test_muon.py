@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.megatron.muon import COEFFICIENTS, Part, assign, orthogonalize
+from megarl.models.flops import orthogonalization_flops
 
 
 def exact(matrix: torch.Tensor) -> torch.Tensor:
@@ -33,6 +35,13 @@ def test_result_does_not_depend_on_the_scale() -> None:
     one, other = (orthogonalize(matrix * scale, torch.bfloat16) for scale in (1.0, 2.0**20))
     assert torch.equal(one, other)
     assert one.dtype is torch.float32
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (24, 5), (4, 4)])
+def test_operations_are_those_that_torch_counts(shape: tuple[int, int]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(shape), torch.float32)
+    assert counter.get_total_flops() == orthogonalization_flops(*shape)
 
 
 def test_zero_matrix_stays_zero() -> None:

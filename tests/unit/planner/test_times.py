@@ -46,6 +46,25 @@ def test_update_time_follows_from_flops():
     assert set(time.volume) == {"replicas"}
 
 
+@pytest.mark.parametrize("sizes", [dict(dp=8), dict(tp=2, dp=4)], ids=["DP8", "TP2 DP4"])
+def test_muon_adds_its_products_and_its_exchange(sizes):
+    """The ranks share the work on all matrices, whose shapes are those of Qwen2.5-7B: hidden size 3,584, 512 key
+    features, and 18,944 MLP features."""
+    keys = (*layout_keys(**sizes), *ENGINE, *BATCH)
+    adamw, muon = (
+        plan_of(DENSE, "8xH100", *keys, f"actor.optimizer.name={name}").times.training["actor"].update
+        for name in ("adamw", "muon")
+    )
+    hidden, key, mlp = 3584, 512, 18944
+    matrices = 28 * [(hidden, hidden), (hidden, key), (hidden, key), (hidden, hidden), *3 * [(hidden, mlp)]]
+    flops = sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in matrices)
+    exchanged = 8 * sum(rows * columns for rows, columns in matrices) / 8 * 7 / 8
+    cluster = read_cluster("8xH100")
+    seconds = flops / 8 / (989.5e12 * DENSE_SHARE) + exchanged / cluster.link_bytes_per_second(8)
+    assert muon["Muon"] == pytest.approx(seconds)
+    assert {name: value for name, value in muon.items() if name != "Muon"} == adamw
+
+
 def test_recompute_costs_as_much_as_prefill():
     """The rollout's time is that of eight engines, which prefill 64 prompts in total."""
     plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *BATCH, prompt_tokens=3000)
