@@ -127,6 +127,7 @@ def _text_row(step: int, sample: Sample, score: Score, texts: Sequence[str] | No
         "finish_reason": sample.finish_reason,
         "num_response_tokens": len(sample.response_ids),
         "rollout_logprobs": _rounded(sample.response_logprobs, LOGPROB_DECIMALS),
+        **_mask_field(sample),
         **_episode_fields(sample),
         **({} if texts is None else {"tokens": texts, **_token_ids(sample)}),
     }
@@ -170,19 +171,26 @@ def _token_ids(sample: Sample) -> dict[str, list[int]]:
     return {PROMPT_IDS: sample.prompt.token_ids.tolist(), RESPONSE_IDS: sample.response_ids.tolist()}
 
 
+def _mask_field(sample: Sample) -> dict[str, list[int]]:
+    """Return a run-length encoding of the mask: lengths of alternating runs of trained and untrained tokens, trained
+    first. A single response without untrained tokens has none."""
+    mask = sample.response_mask
+    if sample.episode is None and mask.all():
+        return {}
+    changes = np.flatnonzero(np.diff(mask, prepend=True))  # a run of length 0 precedes untrained tokens at the start
+    return {"mask": np.diff([0, *changes, len(mask)]).tolist()}
+
+
 def _episode_fields(sample: Sample) -> dict[str, Any]:
-    """Return the fields for a sample from an environment rollout. `mask` is a run-length encoding: lengths of
-    alternating runs of trained and untrained tokens, trained first."""
+    """Return the fields for a sample from an environment rollout."""
     if sample.episode is None:
         return {}
-    changes = np.flatnonzero(np.diff(sample.response_mask)) + 1
     return {
         "rollout_id": sample.rollout_id,
         "stop_reason": str(sample.episode.info.stop_reason),
         "first_turn": sample.episode.first_turn,
         "turn_rewards": sample.episode.rewards,
         "tool_calls": sample.episode.info.tool_calls,
-        "mask": np.diff([0, *changes, len(sample.response_ids)]).tolist(),
         "messages": sample.episode.messages,
         **({"stack": sample.episode.stack} if sample.episode.stack else {}),
     }
