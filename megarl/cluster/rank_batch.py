@@ -6,6 +6,7 @@ Only functions that use Ray's object store import Ray, so that one rank can trai
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -35,6 +36,9 @@ class ScoreRef:
     scores: ray.ObjectRef
     begin: int
     end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
 
 
 Scores = dict[str, ScoreRef]
@@ -125,11 +129,12 @@ def get_samples(refs: Sequence[SampleRef]) -> list[AnySample]:
 @dataclass(frozen=True, slots=True)
 class RankBatch:
     """One data-parallel rank's part of an update or a forward-only pass. Microbatches index into its samples.
-    `privileged`: prompt id -> token ids that replace the prompt's in this pass, int32 [P]; empty: none are replaced."""
+    `privileged`: sample id -> token ids that replace the prompt's in this pass, int32 [P], or a reference to them;
+    empty: none are replaced."""
 
     samples: tuple[SampleRef, ...]
     microbatches: tuple[Microbatch, ...]
-    privileged: Mapping[str, NDArray[np.int32]] = field(default_factory=dict, compare=False)
+    privileged: Mapping[str, NDArray[np.int32] | ScoreRef] = field(default_factory=dict, compare=False)
 
     @classmethod
     def split(
@@ -140,18 +145,23 @@ class RankBatch:
 
     @classmethod
     def split_privileged(
-        cls, samples: Sequence[SampleRef], packing: Packing, privileged: Mapping[str, NDArray[np.int32]]
+        cls,
+        samples: Sequence[SampleRef],
+        packing: Packing,
+        privileged: Mapping[str, NDArray[np.int32] | ScoreRef],
     ) -> list[RankBatch]:
-        """Return the batches of a pass in which these token ids replace all prompts. Expert routes are dropped, because
-        the engine chose them for the original prompts."""
-        # beginning=0: all samples of a prompt share the prefix.
-        with_lengths = [
-            replace(item, num_prompt_tokens=len(privileged[item.prompt_id]), beginning=0) for item in samples
-        ]
-        batches = cls.split(with_lengths, packing)
+        """Return the batches of a pass in which these token ids, by sample id, replace all prompts. Samples of a prompt
+        whose ids are given by value share them. Expert routes are dropped, because the engine chose them for the
+        original prompts."""
+
+        def replaced(item: SampleRef) -> SampleRef:
+            ids = privileged[item.id]
+            beginning = zlib.crc32(item.id.encode()) if isinstance(ids, ScoreRef) else 0
+            return replace(item, num_prompt_tokens=len(ids), beginning=beginning)
+
+        batches = cls.split(list(map(replaced, samples)), packing)
         return [
-            replace(batch, privileged={item.prompt_id: privileged[item.prompt_id] for item in batch.samples})
-            for batch in batches
+            replace(batch, privileged={item.id: privileged[item.id] for item in batch.samples}) for batch in batches
         ]
 
     @classmethod
@@ -178,9 +188,15 @@ class RankBatch:
         """Fetch all objects referenced by the batch in one call. Return its samples with the objects in place of the
         references. `samples` are the batch's samples if already fetched; None: fetch them."""
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
+        wanted += [ids.scores for ids in self.privileged.values() if isinstance(ids, ScoreRef)]
         fetched = _get([*(item.sample for item in self.samples if samples is None), *wanted])
         samples = [fetched[item.sample] for item in self.samples] if samples is None else samples
-        samples = [with_prompt(sample, self.privileged) for sample in samples] if self.privileged else samples
+        if self.privileged:
+            ids = {
+                name: fetched[part.scores][part.begin : part.end].numpy() if isinstance(part, ScoreRef) else part
+                for name, part in self.privileged.items()
+            }
+            samples = [with_prompt(sample, ids[sample.id]) for sample in samples]
         scores = [
             {name: fetched[part.scores][part.begin : part.end] for name, part in item.scores.items()}
             for item in self.samples
@@ -225,10 +241,9 @@ class FetchedBatches:
         self._fetched.clear()
 
 
-def with_prompt(sample: Sample, privileged: Mapping[str, NDArray[np.int32]]) -> Sample:
-    """Return the sample with its prompt replaced and its routes removed."""
-    prompt = replace(sample.prompt, token_ids=privileged[sample.prompt.id])
-    return replace(sample, prompt=prompt, routes=None)
+def with_prompt(sample: Sample, token_ids: NDArray[np.int32]) -> Sample:
+    """Return the sample with the token ids of its prompt replaced, int32 [P], and its routes removed."""
+    return replace(sample, prompt=replace(sample.prompt, token_ids=token_ids), routes=None)
 
 
 def _get(refs: Iterable[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:

@@ -244,12 +244,14 @@ def teacher_key(name: str) -> str:
 
 class Teacher(Section):
     """A model whose next-token distribution the actor learns to match. Without a path, it is the policy or the
-    reference (`weights`) with the prompts in `prompt_column`."""
+    reference (`weights`) with the prompts in `prompt_column`, or with the feedback of the reward function `feedback` on
+    each sample."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     path: Text | None = None
     revision: Text | None = None
     prompt_column: Text | None = None
+    feedback: Text | None = None
     weights: Literal["policy", "reference"] = "policy"
     weight: PositiveFloat = 1.0
     sources: list[Text] | None = None

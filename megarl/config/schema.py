@@ -269,6 +269,11 @@ class Config(Section):
         return [teacher for teacher in self.teachers.models if teacher.path is None] if self.has_teachers else []
 
     @property
+    def teachers_see_feedback(self) -> bool:
+        """Whether some teachers see the feedback of reward functions on the samples."""
+        return self.has_teachers and any(teacher.feedback is not None for teacher in self.teachers.models)
+
+    @property
     def distills_exactly(self) -> bool:
         """Whether the loss includes an exact divergence from the teachers, computed from their hidden states."""
         return self.has_teachers and self.algorithm.distillation.is_exact

@@ -129,16 +129,17 @@ def write_durably(file: Path, data: bytes) -> None:
 
 
 def _fields(result: Result) -> dict[str, Any]:
-    return {"value": result.value, "returned": result.returned, "issues": dict(result.issues)}
+    fields = {"value": result.value, "returned": result.returned, "issues": dict(result.issues)}
+    return fields | ({"feedback": result.feedback} if result.feedback else {})
 
 
-def _result(value: Any, returned: Any, issues: Any) -> Result:
+def _result(value: Any, returned: Any, issues: Any, feedback: Any = "") -> Result:
     """Return a result with these fields. Raise ValueError if one has the wrong type."""
     numbers = value if isinstance(value, list) else [] if value is None else [value]
-    texts = [returned, *(text for text in issues.values() if text is not None)]
+    texts = [returned, feedback, *(text for text in issues.values() if text is not None)]
     if not all(is_plain(number, float) for number in numbers) or not all(isinstance(text, str) for text in texts):
         raise ValueError("not the result of a reward function")
-    return Result(value, returned, issues=issues)
+    return Result(value, returned, issues=issues, feedback=feedback)
 
 
 def _results_name(file: Path, content: bytes) -> str:

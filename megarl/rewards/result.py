@@ -44,6 +44,7 @@ class Result:
         kind: kind of failure, if the call failed.
         stack: stack trace of the exception in the user's code, if it raised one.
         issues: problems that the response caused.
+        feedback: text for a teacher; see `Teacher.feedback`.
     """
 
     value: float | list[float] | None
@@ -52,6 +53,7 @@ class Result:
     kind: Kind = "error"
     stack: str = field(default="", compare=False)
     issues: Issues = field(default_factory=dict)
+    feedback: str = ""
 
     @property
     def is_infrastructure(self) -> bool:

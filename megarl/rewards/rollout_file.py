@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -58,14 +59,20 @@ def append_rollouts(
     step: int,
     scored: Sequence[tuple[Sample | LatentSample, Score]],
     texts_of: TokenTexts = lambda _: None,
+    feedback: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> bool:
     """Append samples with their scores, and write their images, unless the disk is full. Return whether the lines were
-    written. `texts_of` returns the text of each token in a text sample, or None."""
+    written.
+
+    Args:
+        texts_of: returns the text of each token in a text sample, or None.
+        feedback: the text that reward functions returned, by sample id and function.
+    """
     images = write_images(path, scored)
     rows = (
         _image_row(step, sample, score, images.get(sample.id, {}))
         if isinstance(sample, LatentSample)
-        else _text_row(step, sample, score, texts_of(sample))
+        else _text_row(step, sample, score, texts_of(sample), feedback.get(sample.id))
         for sample, score in scored
     )
     return ROLLOUTS.append(path, rows, len(scored))
@@ -122,8 +129,11 @@ def _numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.{TOKEN_DIGITS}g}" if math.isfinite(value) else "null" for value in values)
 
 
-def _text_row(step: int, sample: Sample, score: Score, texts: Sequence[str] | None) -> dict[str, Any]:
+def _text_row(
+    step: int, sample: Sample, score: Score, texts: Sequence[str] | None, feedback: Mapping[str, str] | None
+) -> dict[str, Any]:
     sampled = {
+        **({"feedback": feedback} if feedback else {}),
         "finish_reason": sample.finish_reason,
         "num_response_tokens": len(sample.response_ids),
         "rollout_logprobs": _rounded(sample.response_logprobs, LOGPROB_DECIMALS),

@@ -213,7 +213,10 @@ def _return_value(function: Callable[..., Any], arguments: Sequence[Any], keywor
 
 
 def _result(value: Any) -> dict[str, Any]:
-    """Return the Result fields for the value that a function returned for one sample."""
+    """Return the Result fields for the value that a function returned for one sample: a reward, or a dict with the keys
+    `reward` and `feedback`."""
+    if isinstance(value, dict) and value.keys() == {"reward", "feedback"} and isinstance(value["feedback"], str | None):
+        return {**_result(value["reward"]), "feedback": value["feedback"] or ""}
     if isinstance(value, list | tuple):
         values = [_number(item) for item in value]
         return {"value": None if None in values else values, "returned": f"a list of {len(value)}"}

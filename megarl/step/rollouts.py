@@ -34,6 +34,7 @@ class Rollouts:
         sampled: all samples, by prompt.
         chosen: the samples that the step trains on, by prompt.
         process_rewards: references to per-token rewards; empty without any.
+        feedback: references to prompts with feedback on the samples, int32 [P], by reward function.
         solve_rates: fraction of solved rollouts, by prompt id, for prompts with a scored sample.
         record: the step's record in the sample ledger.
     """
@@ -44,6 +45,7 @@ class Rollouts:
     metrics: Metrics
     solve_rates: Mapping[str, float] = field(default_factory=dict)
     record: Record = field(default_factory=dict)
+    feedback: Mapping[str, Scores] = field(default_factory=dict)
 
 
 def collect_rollouts(
@@ -96,7 +98,8 @@ def collect_rollouts(
     metrics |= queue.metrics()
     chosen = choose(scored, wanted)
     record = step_record(queue.take_draws(), sampled, scores, scored, chosen)
-    return Rollouts(sampled, chosen, process_rewards, metrics, solve_rates(config, scored), record)
+    feedback = workers.rewards.take_feedback().result() if config.teachers_see_feedback else {}
+    return Rollouts(sampled, chosen, process_rewards, metrics, solve_rates(config, scored), record, feedback)
 
 
 def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[str, float]:

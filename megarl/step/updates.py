@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.baselines import MovingAverage
@@ -49,7 +49,7 @@ def prepare_updates(
     epochs = epochs_of(config, trained, number)
     if config.algorithm.objective.spec.is_pairwise:
         return _prepare_pairs(config, workers, epochs, number)
-    from_teachers, teacher_metrics = _teacher_scores(config, workers, epochs[0], number)
+    from_teachers, teacher_metrics = _teacher_scores(config, workers, epochs[0], rollouts.feedback, number)
     rewards = reward_tokens(config, workers, epochs[0], rollouts.process_rewards)
     totals = rewards.token_reward_totals, rewards.kl_reward_totals
     over_step = step_normalization(config, rollouts.chosen, *totals)
@@ -62,26 +62,31 @@ def prepare_updates(
 
 
 def _teacher_scores(
-    config: Config, workers: Workers, updates: Sequence[Sequence[Group]], number: int
+    config: Config,
+    workers: Workers,
+    updates: Sequence[Sequence[Group]],
+    feedback: Mapping[str, Scores],
+    number: int,
 ) -> tuple[dict[str, Scores], Metrics]:
     """Return the results of `teacher_scores`; both are empty in steps that do not train the actor."""
     if not workers.teachers or not config.trains_actor_in(number):
         return {}, {}
     samples = [sample for update in updates for sample in samples_of(update)]
-    return teacher_scores(config, workers.actor, number, lambda: _run_teachers(workers, samples))
+    return teacher_scores(config, workers.actor, number, lambda: _run_teachers(workers, samples, feedback))
 
 
-def _run_teachers(workers: Workers, samples: Sequence[SampleRef]) -> dict[str, Scores]:
-    """Run all teachers: first those with a path, then those that are the policy or the reference."""
+def _run_teachers(workers: Workers, samples: Sequence[SampleRef], feedback: Mapping[str, Scores]) -> dict[str, Scores]:
+    """Run all teachers: first those with a path, then those that are the policy or the reference. `feedback`: as in
+    Rollouts."""
     selves = [teacher for teacher in workers.teachers if isinstance(teacher, SelfTeacher)]
     scores = {}
     if others := [teacher for teacher in workers.teachers if not isinstance(teacher, SelfTeacher)]:
         # An attempt that lost a rank may have left the trained models' states on the devices.
         workers.trained.offload_all().result()
-        scores = scores_in_turn(others, samples)
+        scores = scores_in_turn(others, samples, feedback)
     if selves:
         passes: dict[Role, Callable[[], Pending[list[Scores]]]] = {
-            "actor": lambda: join([teacher.score_tokens(samples) for teacher in selves])
+            "actor": lambda: join([teacher.score_tokens(samples, feedback) for teacher in selves])
         }
         results = workers.trained.run(passes, parts=("parameters",))["actor"]
         scores |= {teacher.scores: result for teacher, result in zip(selves, results, strict=True)}

@@ -230,8 +230,9 @@ def distill_itself(store, rank: int, config: Config, folder: Path) -> RankResult
     worker = ActorWorker(config, folder, rank, store, threads=1)
     scale(worker.parameters().values(), SCALES["policy"])
     refs = [SampleRef.of(sample, sample) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
-    part = RankBatch.split_privileged(refs, worker.packing, PRIVILEGED)[worker.data_parallel_rank]
-    samples = [replace(item, sample=with_prompt(item.sample, part.privileged)) for item in part.samples]
+    privileged = {item.id: PRIVILEGED[item.prompt_id] for item in refs}
+    part = RankBatch.split_privileged(refs, worker.packing, privileged)[worker.data_parallel_rank]
+    samples = [replace(item, sample=with_prompt(item.sample, privileged[item.id])) for item in part.samples]
     found = {name: worker.score_as_teacher(name, LocalBatch(samples, part.microbatches)) for name in SCALES}
     gathered: list[States] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
@@ -264,7 +265,9 @@ def plain_update_from_itself(folder: Path, kind: str) -> Expected[Distilled]:
             for name, teacher in zip(SCALES, teachers, strict=True):
                 if sample.prompt.id in PRIVILEGED and mask.any():
                     with torch.no_grad():
-                        log_q = log_probs(teacher, hidden_states(teacher, with_prompt(sample, PRIVILEGED)))
+                        log_q = log_probs(
+                            teacher, hidden_states(teacher, with_prompt(sample, PRIVILEGED[sample.prompt.id]))
+                        )
                     divergence = plain_divergence(kind, 0.5, log_p, log_q)[mask]
                     values[name] += divergence.tolist()
                     loss = loss + COEFFICIENT * SELF_WEIGHTS[name] * divergence.mean()

@@ -116,7 +116,7 @@ PRIVILEGED = {
     name: np.array([SOURCE.randrange(6, 100) for _ in range(length)], np.int32)
     for name, length in (("0", 30), ("2", 9))
 }
-HINTED = [with_prompt(sample, PRIVILEGED) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
+HINTED = [with_prompt(sample, PRIVILEGED[sample.prompt.id]) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
 """The samples with their privileged prompts, one longer and one shorter than the original. One prompt has none."""
 
 
@@ -126,8 +126,9 @@ def score_as_teacher(store, rank: int, config: Config, folder: Path) -> dict[str
     for weight in worker.parameters().values():
         weight.detach().mul_(0.5)
     refs = [SampleRef.of(sample, sample) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]
-    batch = RankBatch.split_privileged(refs, worker.packing, PRIVILEGED)[worker.data_parallel_rank]
-    samples = [replace(item, sample=with_prompt(item.sample, batch.privileged)) for item in batch.samples]
+    privileged = {item.id: PRIVILEGED[item.prompt_id] for item in refs}
+    batch = RankBatch.split_privileged(refs, worker.packing, privileged)[worker.data_parallel_rank]
+    samples = [replace(item, sample=with_prompt(item.sample, privileged[item.id])) for item in batch.samples]
     local = LocalBatch(samples, batch.microbatches)
     return {teacher.name: worker.score_as_teacher(teacher.name, local) for teacher in config.self_teachers}
 

@@ -147,3 +147,82 @@ def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers,
     assert unscored["distillation/coefficient"] == 0 and not {"kl/teacher_large", "teachers/seconds"} & unscored.keys()
     assert 0 < last["kl/teacher_large"] < 0.9 * first["kl/teacher_large"] and first["teachers/seconds"] > 0
     assert first["policy/loss"] == pytest.approx(first["policy/nll"] + 10 * first["kl/teacher_large"], rel=1e-4)
+
+
+def test_self_distillation_trains_given_responses(series, model, tmp_path):
+    """The first step's metric equals the forward KL between transformers' distributions after either prompt, averaged
+    over the tokens of sampled and given responses."""
+    hints = {f"{a}+{a}=": f"{a}+{a}={2 * a}. {a}+{a}=" for a in range(8)}
+    rows = [{"prompt": p, "answer": None, "hint": hint, "solution": hint[4:6]} for p, hint in hints.items()]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = train_in(
+        series,
+        tmp_path,
+        model,
+        *("run.steps=2", "teachers.models=[{name: hinted, prompt_column: hint}]", "rewards.functions=[]"),
+        *(f"data={{source: {data}, response_column: solution}}", "batch.samples_per_prompt=2"),
+        "algorithm.distillation={divergence: forward_kl, placement: loss, on_policy_share: 0.5}",
+        "algorithm.advantage.estimator=policy_gradient",
+    )
+    steps = metrics_of(run)
+    assert steps[0]["mismatch/logprob_abs_max"] < 1e-3, "given responses have no log-probs of an engine"
+    student = AutoModelForCausalLM.from_pretrained(model)
+    rows = [json.loads(line) for line in (run / "rollouts/step_000001.jsonl").read_text().splitlines()]
+    given = [row for row in rows if row["sample_id"].endswith(".given")]
+    assert 0 < len(given) < 8 and len(rows) == len(given) + 2 * (8 - len(given))
+    assert steps[0]["distillation/on_policy_frac"] == 1 - len(given) / len(rows)
+    kls = []
+    for row in rows:
+        asked = row["prompt"].removeprefix("<|user|>").removesuffix("<eos><|assistant|>")
+        if row in given:
+            assert row["response"] == hints[asked][4:6]
+            row["tokens"] = [*row["response"], "<eos>"]
+        q = distributions(student, row, f"<|user|>{hints[asked]}<eos><|assistant|>")
+        kls.append((q.exp() * (q - distributions(student, row))).sum(-1))
+    assert steps[0]["kl/teacher_hinted"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
+    assert all(step["policy/grad_norm"] > 0 for step in steps)
+
+
+CHECK = """
+def check(prompt, response, answer):
+    return {"reward": 0.0, "feedback": f"Not {response}" if "1" in response else None}
+"""
+
+
+def test_feedback_on_continued_prefixes_is_the_hint(series, model, tmp_path):
+    """Samples start with a prefix of the given response, which is not trained on. The advantages of the first step
+    equal log p_told − log p of transformers, where the teacher is told the feedback on the sample, if any."""
+    rows = [{"prompt": f"{a}+{a}=", "answer": None, "solution": f"1{a}2{a}3{a}"} for a in range(8)]
+    data, functions = tmp_path / "rows.jsonl", tmp_path / "functions.py"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    functions.write_text(CHECK)
+    run = train_in(
+        series,
+        tmp_path,
+        model,
+        *("run.steps=1", "teachers.models=[{name: told, feedback: check}]", "batch.samples_per_prompt=2"),
+        *(f"rewards.functions=[{{function: '{functions}:check'}}]", "rewards.processes=1"),
+        *(f"data={{source: {data}, response_column: solution}}", "rollout.prefix_share=0.5"),
+        "algorithm.advantage.estimator=policy_gradient",
+    )
+    [step] = metrics_of(run)
+    assert step["mismatch/logprob_abs_max"] < 1e-3 and step["policy/grad_norm"] > 0
+    student = AutoModelForCausalLM.from_pretrained(model)
+    rows = [json.loads(line) for line in (run / "rollouts/step_000001.jsonl").read_text().splitlines()]
+    lengths = []
+    for row in rows:
+        prefix = row["mask"][1] if "mask" in row else 0
+        lengths.append(prefix)
+        asked = row["prompt"].removeprefix("<|user|>").removesuffix("<eos><|assistant|>")
+        assert "".join(row["tokens"][:prefix]) == f"1{asked[0]}2"[:prefix]
+        expected = torch.zeros(len(row["tokens"]))
+        if prefix:
+            assert row["feedback"]["check"] == f"Not {row['response']}" and row["response"].startswith("1")
+        if "feedback" in row:
+            told = f"<|user|>{asked}\n\n{row['feedback']['check']}<eos><|assistant|>"
+            expected = log_probs(student, row, told) - log_probs(student, row)
+            expected[:prefix] = 0
+        assert row["token_advantages"] == pytest.approx(expected.tolist(), abs=2e-3)
+    assert len(rows) == 16 and set(lengths) > {0} and max(lengths) <= 3
+    assert all(one == other for one, other in zip(lengths[::2], lengths[1::2], strict=True))

@@ -247,7 +247,7 @@ def workers_of(actor: Group, critic: Group | None = None) -> Workers:
 
 
 def rollouts_of(groups) -> Rollouts:
-    return Rollouts(sampled=(), chosen=groups, process_rewards={}, metrics={})
+    return Rollouts(sampled=(), chosen=groups, process_rewards={}, metrics={}, feedback={"check": "feedback"})
 
 
 def test_update_without_samples_is_skipped():
@@ -297,7 +297,8 @@ class Teacher:
     def __init__(self, name: str, log: list[str], *prompts: str) -> None:
         self.scores, self._log, self._prompts = f"teacher/{name}", log, prompts
 
-    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[dict]:
+    def score_tokens(self, samples: Sequence[SampleRef], feedback: dict) -> Pending[dict]:
+        assert feedback == {"check": "feedback"}
         self._log.append(self.scores)
         return ready({item.id: f"{self.scores} of {item.id}" for item in samples if item.prompt_id in self._prompts})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import RankBatch, Scores, join_by_sample
+from megarl.cluster.rank_batch import RankBatch, ScoreRef, Scores, join_by_sample
 from megarl.cluster.session import Session
 from megarl.config.model_schema import Teacher
 from megarl.config.schema import Config
@@ -37,7 +38,7 @@ class ScoredPrompts:
         privileged: prompt id -> token ids that replace the prompt's for the teacher, int32 [P]; None: the teacher sees
             the prompt itself.
         checksums: prompt id -> checksum of the prompt's own token ids; None without privileged prompts.
-        context_length: maximum number of tokens of a sample.
+        context_length: maximum number of tokens of a sample; 0 without privileged prompts and feedback.
     """
 
     teacher: Teacher
@@ -53,7 +54,7 @@ class ScoredPrompts:
             prompts = [prompt for prompt in prompts if teacher.applies_to(prompt.columns[source_column])]
             names = frozenset(prompt.id for prompt in prompts)
         if teacher.prompt_column is None:
-            return cls(teacher, names)
+            return cls(teacher, names, context_length=config.rollout.context_length)
         privileged = data.privileged[teacher.prompt_column]
         prompts = [prompt for prompt in prompts if prompt.id in privileged]
         return cls(
@@ -64,18 +65,31 @@ class ScoredPrompts:
             config.rollout.context_length,
         )
 
-    def batches(self, samples: Sequence[SampleRef], packing: Packing) -> list[RankBatch]:
+    def batches(
+        self, samples: Sequence[SampleRef], packing: Packing, feedback: Mapping[str, Scores] = MappingProxyType({})
+    ) -> list[RankBatch]:
         """Return each data-parallel rank's batch for a pass over the samples of these prompts, or an empty list without
         such samples. With privileged prompts, leave out samples that do not start with the row's prompt or would exceed
-        rollout.context_length. Raise a UserError if the first sample of a rollout does not start with it."""
+        rollout.context_length. Raise a UserError if the first sample of a rollout does not start with it. `feedback`:
+        references to prompts with feedback, int32 [P], by reward function and sample id. If the teacher sees feedback,
+        leave out samples without any."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
-        if self.privileged is None:
+        privileged: dict[str, NDArray[np.int32] | ScoreRef] = {}
+        if self.teacher.feedback is not None:
+            given = feedback.get(self.teacher.feedback, {})
+            privileged = {sample.id: given[sample.id] for sample in own if sample.id in given}
+        elif self.privileged is not None:
+            privileged = {item.id: self.privileged[item.prompt_id] for item in own if self._starts_with_prompt(item)}
+        else:
             return RankBatch.split(own, packing) if own else []
-        own = [sample for sample in own if self._fits(sample)]
-        return RankBatch.split_privileged(own, packing, self.privileged) if own else []
+        own = [item for item in own if item.id in privileged and self._fits(item, len(privileged[item.id]))]
+        return RankBatch.split_privileged(own, packing, privileged) if own else []
 
-    def _fits(self, sample: SampleRef) -> bool:
-        assert self.privileged is not None and self.checksums is not None, "the teacher sees the samples' own prompts"
+    def _fits(self, sample: SampleRef, num_prompt_tokens: int) -> bool:
+        return num_prompt_tokens + sample.num_response_tokens <= self.context_length
+
+    def _starts_with_prompt(self, sample: SampleRef) -> bool:
+        assert self.checksums is not None, "the teacher sees the samples' own prompts"
         has_own_prompt = sample.rollout is None or sample.beginning == self.checksums[sample.prompt_id]
         if not has_own_prompt and sample.id == sample.rollout_id:
             column = self.teacher.prompt_column
@@ -85,8 +99,7 @@ class ScoredPrompts:
                 "cannot replace it. Fix: use an environment without tools whose reset returns no messages, or remove "
                 "prompt_column"
             )
-        length = len(self.privileged[sample.prompt_id]) + sample.num_response_tokens
-        return has_own_prompt and length <= self.context_length
+        return has_own_prompt
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -111,10 +124,12 @@ class TeacherGroup(RankGroup):
         """Restrict the teacher to rows from its sources, and store its privileged prompts."""
         self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
 
-    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
+    def score_tokens(
+        self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
+    ) -> Pending[Scores]:
         """Score the samples of the teacher's prompts. Return sample id -> log-prob of each response token, float32 [R],
-        or final hidden states, [R, h]. See TeacherWorker.score_tokens."""
-        batches = self._prompts.batches(samples, self.packing)
+        or final hidden states, [R, h]. See TeacherWorker.score_tokens. `feedback`: as in ScoredPrompts.batches."""
+        batches = self._prompts.batches(samples, self.packing, feedback)
         return self._score_tokens.on_each(self._by_rank(batches)) if batches else ready({})
 
 
@@ -129,13 +144,19 @@ class SelfTeacher:
         """Restrict the teacher to rows from its sources that have a privileged prompt."""
         self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
 
-    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
+    def score_tokens(
+        self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
+    ) -> Pending[Scores]:
         """Return the scores as in TeacherGroup.score_tokens. The actor's weights must be on its devices."""
-        batches = self._prompts.batches(samples, self._actor.packing)
+        batches = self._prompts.batches(samples, self._actor.packing, feedback)
         return self._actor.score_as_teacher(self._prompts.teacher.name, batches) if batches else ready({})
 
 
-def scores_in_turn(teachers: Sequence[TeacherGroup], samples: Sequence[SampleRef]) -> dict[str, Scores]:
-    """Return each teacher's scores keyed by Teacher.scores. Teachers share devices, so they compute one after
-    another."""
-    return {teacher.scores: teacher.score_tokens(samples).result() for teacher in teachers}
+def scores_in_turn(
+    teachers: Sequence[TeacherGroup],
+    samples: Sequence[SampleRef],
+    feedback: Mapping[str, Scores] = MappingProxyType({}),
+) -> dict[str, Scores]:
+    """Return each teacher's scores keyed by Teacher.scores. Teachers share devices, so they compute one after another.
+    `feedback`: as in ScoredPrompts.batches."""
+    return {teacher.scores: teacher.score_tokens(samples, feedback).result() for teacher in teachers}

@@ -55,11 +55,11 @@ def teacher_sources_require_source_column(config: Config) -> Iterator[str]:
 
 def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
     for teacher in config.teachers.models:
-        if teacher.path is None and teacher.prompt_column is None:
+        if teacher.path is None and teacher.prompt_column is None and teacher.feedback is None:
             yield (
                 f"teachers.models: {teacher.name} with path=null and prompt_column=null: the teacher would see the "
-                "same prompts as the actor. Fix: set path, or set prompt_column to a column with prompts that contain "
-                "a hint. For a KL to the reference, set algorithm.kl.coefficient"
+                "same prompts as the actor. Fix: set path, set prompt_column to a column with prompts that contain a "
+                "hint, or set feedback to a reward function. For a KL to the reference, set algorithm.kl.coefficient"
             )
 
 
@@ -75,6 +75,40 @@ def keys_of_a_teacher_have_an_effect(config: Config) -> Iterator[str]:
                 f"teachers.models: {teacher.name} with weights=reference: has no effect with path={teacher.path}. Fix: "
                 "remove weights, or set path=null for the actor's reference"
             )
+
+
+def feedback_comes_from_a_reward_function(config: Config) -> Iterator[str]:
+    names = [entry.label for entry in config.rewards.functions]
+    for teacher in config.teachers.models:
+        if teacher.feedback is not None and teacher.feedback not in names:
+            yield (
+                f"teachers.models: {teacher.name} with feedback={teacher.feedback}: rewards.functions has no function "
+                f"with this name. Fix: use one of {', '.join(names) or 'its functions'}"
+            )
+
+
+def feedback_is_the_only_addition(config: Config) -> Iterator[str]:
+    for teacher in config.teachers.models:
+        if teacher.feedback is not None and teacher.prompt_column is not None:
+            yield (
+                f"teachers.models: {teacher.name} with feedback={teacher.feedback} and prompt_column="
+                f"{teacher.prompt_column}: the feedback is added to the row's own prompt. Fix: remove one of the two "
+                "keys, or add a second teacher"
+            )
+
+
+def feedback_is_on_single_responses(config: Config) -> Iterator[str]:
+    teacher = next((teacher for teacher in config.teachers.models if teacher.feedback is not None), None)
+    reasons = {
+        f"data.format={config.data.format}": config.is_offline,
+        f"environment.class={config.environment.name}": config.has_environment,
+    }
+    reason = next((key for key, applies in reasons.items() if applies), None)
+    if teacher is not None and reason is not None:
+        yield (
+            f"teachers.models: {teacher.name} with feedback={teacher.feedback}: with {reason}, reward functions do not "
+            f"score single responses to the row's prompt. Fix: remove feedback from {teacher.name}"
+        )
 
 
 def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
@@ -180,6 +214,9 @@ RULES = (
     teachers_have_distinct_names,
     teachers_without_a_path_see_another_prompt,
     keys_of_a_teacher_have_an_effect,
+    feedback_comes_from_a_reward_function,
+    feedback_is_the_only_addition,
+    feedback_is_on_single_responses,
     prompt_columns_require_rows_of_files,
     prompt_columns_require_checked_rollouts,
     distillation_alone_needs_no_rounds,

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.cluster.groups.teachers import ScoredPrompts, SelfTeacher, TeacherGroup
 from megarl.cluster.pending import ready
-from megarl.cluster.rank_batch import FetchedBatches, RankBatch
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch, ScoreRef
 from megarl.config.load import load
 from megarl.config.model_schema import Teacher
 from megarl.core.completion import VersionRun
@@ -87,7 +88,7 @@ def test_self_teacher_scores_rows_with_privileged_prompts() -> None:
     assert name == "t"
     lengths = {item.id: item.num_prompt_tokens for batch in batches for item in batch.samples}
     assert lengths == {"p0.0": 10, "p0.1": 10, "p2.0": 11, "p2.1": 11}
-    assert all(batch.privileged.keys() == {item.prompt_id for item in batch.samples} for batch in batches)
+    assert all(batch.privileged.keys() == {item.id for item in batch.samples} for batch in batches)
     assert teacher.score_tokens(SAMPLES[2:4]).result() == {} and len(actor.calls) == 1
 
 
@@ -124,7 +125,7 @@ def test_privileged_prompts_replace_prompts_and_routes(monkeypatch) -> None:
     sample = Sample("p0.0", prompt, (4, 5, 6), (-1.0,) * 3, (True, False, True), runs, "stop", "", routes=routes)
     monkeypatch.setattr("megarl.cluster.rank_batch._get", lambda refs: dict.fromkeys(refs, sample))
     [own] = RankBatch.split([replace(sample.ref, sample="ref")], packing())
-    [batch] = RankBatch.split_privileged([replace(sample.ref, sample="ref")], packing(), HINTS)
+    [batch] = RankBatch.split_privileged([replace(sample.ref, sample="ref")], packing(), {"p0.0": HINTS["p0"]})
     fetched = FetchedBatches()
     for _ in range(2):
         assert fetched.fetch(own).samples[0].sample is sample
@@ -132,3 +133,22 @@ def test_privileged_prompts_replace_prompts_and_routes(monkeypatch) -> None:
         assert item.sample.token_ids.tolist() == [*range(10), 4, 5, 6] and item.sample.routes is None
         assert item.num_prompt_tokens == 10
         assert item.sample.response_mask.tolist() == [True, False, True]
+
+
+def test_feedback_belongs_to_a_single_sample(monkeypatch) -> None:
+    """Samples without feedback, and those that are too long with it, are skipped. Others do not share a prompt."""
+    prompts = {"p0.0": range(20), "p0.1": range(20, 40), "p1.0": range(62)}
+    store = torch.tensor([token for ids in prompts.values() for token in ids], dtype=torch.int32)
+    bounds = {"p0.0": (0, 20), "p0.1": (20, 40), "p1.0": (40, 102)}
+    feedback = {"check": {name: ScoreRef("stored", *bound) for name, bound in bounds.items()}, "other": {}}
+    told = ScoredPrompts.of(Teacher(name="t", feedback="check"), DATA, load(BASE, KEYS))
+    [batch] = told.batches(SAMPLES, packing(), feedback)
+    lengths = {item.id: item.num_prompt_tokens for item in batch.samples}
+    assert lengths == {"p0.0": 20, "p0.1": 20} and len({item.beginning for item in batch.samples}) == 2
+    run = (VersionRun(0, 3),)
+    whole = [Sample(name, ROWS[0], (4, 5, 6), (-1.0,) * 3, (True,) * 3, run, "stop", "") for name in lengths]
+    objects = {"stored": store} | {sample.id: sample for sample in whole}
+    monkeypatch.setattr("megarl.cluster.rank_batch._get", lambda refs: {ref: objects[ref] for ref in refs})
+    for item in batch.fetch_samples():
+        assert item.sample.token_ids.tolist() == [*prompts[item.id], 4, 5, 6]
+    assert told.batches(SAMPLES, packing(), {}) == told.batches(SAMPLES[2:], packing(), {"other": {}}) == []

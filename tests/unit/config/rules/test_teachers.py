@@ -132,6 +132,18 @@ def test_null_removes_the_teachers() -> None:
             "teachers.models: a with path=null and prompt_column=null: the teacher would see the same prompts as the",
         ),
         (
+            ["teachers.models=[{name: a, feedback: check}]"],
+            "teachers.models: a with feedback=check: rewards.functions has no function with this name. Fix: use one of",
+        ),
+        (
+            ["teachers.models=[{name: a, feedback: exact_match, prompt_column: hint}]", ROWS],
+            "teachers.models: a with feedback=exact_match and prompt_column=hint: the feedback is added to the row's",
+        ),
+        (
+            ["teachers.models=[{name: a, feedback: exact_match}]", "environment.class=game.py:Game"],
+            "teachers.models: a with feedback=exact_match: with environment.class=game.py:Game, reward functions do",
+        ),
+        (
             ["teachers.models=[{name: a, prompt_column: hint, revision: v1}]", ROWS],
             "teachers.models: a with revision=v1: has no effect with path=null. Fix: set path, or remove revision",
         ),

@@ -1,0 +1,59 @@
+"""Teachers' prompts with the feedback that reward functions return (SDPO, https://arxiv.org/abs/2601.20802)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.config.data_schema import Data
+from megarl.core.errors import UserError
+from megarl.core.sample import Sample
+from megarl.data.chat import prompt_ids
+from megarl.models.tokenizer import load_tokenizer
+from megarl.rewards.result import Result
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class FeedbackPrompts:
+    """Adds the feedback on samples to their prompts, until `take` is called.
+
+    Args:
+        functions: the reward functions whose feedback teachers see.
+        folder: the actor's folder, with its tokenizer.
+    """
+
+    def __init__(self, functions: Collection[str], data: Data, folder: Path):
+        self._functions, self._data, self._folder = functions, data, folder
+        self._prompts: dict[str, dict[str, NDArray[np.int32]]] = {}
+
+    def note(self, sample: Sample, results: Mapping[str, Result]) -> None:
+        """Add the feedback among a sample's results, by function, to the last message of its prompt. Feedback that the
+        chat template rejects is skipped."""
+        for name in self._functions:
+            feedback = results[name].feedback if name in results else ""
+            if not feedback:
+                continue
+            *others, last = sample.prompt.messages
+            last = {**last, "content": f"{last['content']}\n\n{feedback}"}
+            prompt = [*map(dict, others), last] if self._data.chat_template else last["content"]
+            try:
+                ids = prompt_ids(self._tokenizer, prompt, self._data.chat_template, f"sample {sample.id}")
+            except UserError:
+                continue
+            self._prompts.setdefault(name, {})[sample.id] = np.array(ids, np.int32)
+
+    def take(self) -> dict[str, dict[str, NDArray[np.int32]]]:
+        """Return the prompts, int32 [P], by function and sample id."""
+        taken, self._prompts = self._prompts, {}
+        return taken
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._folder, date=self._data.date)
