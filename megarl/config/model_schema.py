@@ -286,12 +286,12 @@ class Teachers(Untrained):
         return self.model_copy(update={"models": [teacher]})
 
     def in_folders(self, folders: Mapping[str, Path]) -> Teachers:
-        """Return the section with each teacher's path replaced by its local folder. Teachers without a folder are left
-        out."""
+        """Return the section with each teacher's path replaced by its local folder."""
         models = [
-            teacher.model_copy(update={"path": str(folders[teacher.name]), "revision": None})
+            teacher
+            if teacher.path is None
+            else teacher.model_copy(update={"path": str(folders[teacher.name]), "revision": None})
             for teacher in self.models
-            if teacher.name in folders
         ]
         return self.model_copy(update={"models": models})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,6 @@ from megarl.core.errors import UserError
 from megarl.core.sample import Sample
 from megarl.data.chat import prompt_ids
 from megarl.models.tokenizer import load_tokenizer
-from megarl.rewards.result import Result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,21 +33,18 @@ class FeedbackPrompts:
         self._functions, self._data, self._folder = functions, data, folder
         self._prompts: dict[str, dict[str, NDArray[np.int32]]] = {}
 
-    def note(self, sample: Sample, results: Mapping[str, Result]) -> None:
-        """Add the feedback among a sample's results, by function, to the last message of its prompt. Feedback that the
-        chat template rejects is skipped."""
+    def note(self, samples: Sequence[Sample], feedback: Mapping[str, Mapping[str, str]]) -> None:
+        """Add the feedback on each sample to the last message of its prompt. `feedback`: sample id -> function -> text;
+        empty texts, and those that the chat template rejects, are skipped."""
         for name in self._functions:
-            feedback = results[name].feedback if name in results else ""
-            if not feedback:
-                continue
-            *others, last = sample.prompt.messages
-            last = {**last, "content": f"{last['content']}\n\n{feedback}"}
-            prompt = [*map(dict, others), last] if self._data.chat_template else last["content"]
-            try:
-                ids = prompt_ids(self._tokenizer, prompt, self._data.chat_template, f"sample {sample.id}")
-            except UserError:
-                continue
-            self._prompts.setdefault(name, {})[sample.id] = np.array(ids, np.int32)
+            told = [(sample, text) for sample in samples if (text := feedback[sample.id].get(name))]
+            for sample, text in told:
+                *others, last = sample.prompt.messages
+                last = {**last, "content": f"{last['content']}\n\n{text}"}
+                prompt = [*map(dict, others), last] if self._data.chat_template else last["content"]
+                with suppress(UserError):
+                    ids = prompt_ids(self._tokenizer, prompt, self._data.chat_template, f"sample {sample.id}")
+                    self._prompts.setdefault(name, {})[sample.id] = np.array(ids, np.int32)
 
     def take(self) -> dict[str, dict[str, NDArray[np.int32]]]:
         """Return the prompts, int32 [P], by function and sample id."""

@@ -162,7 +162,6 @@ class RewardWorker:
         for sample, task, batch_rewards in zip(judged, tasks, batch_results, strict=True):
             results = {**(await task), **batch_rewards}
             by_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
-            await asyncio.to_thread(self._feedback.note, sample, results)
             del self._begun[sample.rollout_id]
         scores = [
             self._scorer.score(
@@ -175,9 +174,9 @@ class RewardWorker:
         await self._finished.written(samples)
         feedback = {
             sample.id: {name: result.feedback for name, result in results.items() if result.feedback}
-            for sample in judged
-            if (results := by_rollout[sample.rollout_id])
+            for sample, results in ((sample, by_rollout[sample.rollout_id]) for sample in judged)
         }
+        await asyncio.to_thread(self._feedback.note, judged, feedback)
         await asyncio.to_thread(append_rollouts, rollouts, step, scored, self._token_texts, feedback)
         by_token = {
             sample.id: token_rewards

@@ -41,9 +41,8 @@ def test_feedback_is_added_to_the_last_message(folder, template, messages, text)
     data = load(BASE, ["model.path=m", "data.source=rows.jsonl", f"data.chat_template={template}"]).data
     prompts = FeedbackPrompts(["check"], data, folder)
     told, silent, other = (sample(name, *messages) for name in "abc")
-    prompts.note(told, {"check": Result(0.0, feedback="No."), "other": Result(1.0, feedback="Yes.")})
-    prompts.note(silent, {"check": Result(1.0)})
-    prompts.note(other, {"other": Result(1.0, feedback="Yes.")})
+    texts = {"a": {"check": "No.", "other": "Yes."}, "b": {"check": ""}, "c": {"other": "Yes."}}
+    prompts.note([told, silent, other], texts)
     [(function, by_sample)] = prompts.take().items()
     [(name, ids)] = by_sample.items()
     assert (function, name, tiny_tokenizer().decode(ids), ids.dtype) == ("check", "a", text, np.int32)

@@ -41,9 +41,12 @@ def test_exact_divergences_work_with_fine_tuning() -> None:
 
 
 def test_actor_reads_teachers_from_their_folders() -> None:
-    teachers = recipe(TEACHERS).teachers.in_folders({"math": Path("/models/a"), "code": Path("/models/b")})
+    models = "{name: math, path: large}, {name: hinted, prompt_column: hint}, {name: code, path: larger, weight: 0.5}"
+    folders = {"math": Path("/models/a"), "code": Path("/models/b")}
+    teachers = recipe(f"teachers.models=[{models}]", ROWS).teachers.in_folders(folders)
     assert [(item.path, item.revision, item.weight) for item in teachers.models] == [
         ("/models/a", None, 1.0),
+        (None, None, 1.0),
         ("/models/b", None, 0.5),
     ]
 
