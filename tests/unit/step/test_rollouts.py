@@ -15,6 +15,7 @@ from megarl.core.sample import SampleRef
 from megarl.core.score import Score
 from megarl.core.timing import Stopwatch
 from megarl.data.cursor import PromptCursor
+from megarl.data.prompts import PromptSet
 from megarl.step.finished import FinishedRollouts
 from megarl.step.queue import RolloutQueue
 from megarl.step.rollouts import collect_rollouts, solve_rates
@@ -73,7 +74,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         environments=None,
     )
     config = load(BASE, [*overrides, *batch])
-    data = [Prompt(str(i), "", (1,), "") for i in range(len(outcomes))]
+    data = PromptSet(tuple(Prompt(str(i), "", (1,), "") for i in range(len(outcomes))), "hash")
     state = RunState(6, PromptCursor(len(data), seed=0, shuffle=False))
     rollouts = collect_rollouts(
         config,
