@@ -52,7 +52,7 @@ def test_feedback_is_added_to_the_last_message(folder, template, messages, text)
 @pytest.mark.parametrize(
     ("value", "result"),
     [
-        ({"reward": True, "feedback": "No."}, Result(1.0, "True", feedback="No.")),
+        ({"reward": True, "feedback": "No."}, Result(1.0, "1.0", feedback="No.")),
         ({"reward": [0.5, 1], "feedback": None}, Result([0.5, 1.0], "a list of 2")),
         ({"reward": "x", "feedback": "No."}, Result(None, "str", feedback="No.")),
         ({"reward": 1.0, "feedback": 7}, Result(None, "dict")),

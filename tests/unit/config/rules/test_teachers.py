@@ -7,7 +7,7 @@ import pytest
 from tests.unit.config.rules.recipes import errors, recipe
 
 TEACHERS = "teachers.models=[{name: math, path: large}, {name: code, path: larger, weight: 0.5}]"
-SHOWN = "teachers.models=[{name: math, path: large, prompt_column: null, revision:...: has no effect unless "
+SHOWN = "teachers.models=[{feedback: null, name: math, path: large, prompt_column:...: has no effect unless "
 ALONE = "rewards.functions=[]"
 OFFLINE = (
     *("algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"),
