@@ -150,7 +150,7 @@ def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers,
 
 
 def test_self_distillation_trains_given_responses(series, model, tmp_path):
-    """The first step's metric equals the forward KL between transformers' distributions after either prompt, averaged
+    """The metric equals the forward KL between transformers' distributions after either prompt, averaged
     over the tokens of sampled and given responses."""
     hints = {f"{a}+{a}=": f"{a}+{a}={2 * a}. {a}+{a}=" for a in range(8)}
     rows = [{"prompt": p, "answer": None, "hint": hint, "solution": hint[4:6]} for p, hint in hints.items()]
@@ -160,18 +160,18 @@ def test_self_distillation_trains_given_responses(series, model, tmp_path):
         series,
         tmp_path,
         model,
-        *("run.steps=2", "teachers.models=[{name: hinted, prompt_column: hint}]", "rewards.functions=[]"),
+        *("run.steps=1", "teachers.models=[{name: hinted, prompt_column: hint}]", "rewards.functions=[]"),
         *(f"data={{source: {data}, response_column: solution}}", "batch.samples_per_prompt=2"),
         "algorithm.distillation={divergence: forward_kl, placement: loss, on_policy_share: 0.5}",
         "algorithm.advantage.estimator=policy_gradient",
     )
-    steps = metrics_of(run)
-    assert steps[0]["mismatch/logprob_abs_max"] < 1e-3, "given responses have no log-probs of an engine"
+    [step] = metrics_of(run)
+    assert step["mismatch/logprob_abs_max"] < 1e-3, "given responses have no log-probs of an engine"
     student = AutoModelForCausalLM.from_pretrained(model)
     rows = [json.loads(line) for line in (run / "rollouts/step_000001.jsonl").read_text().splitlines()]
     given = [row for row in rows if row["sample_id"].endswith(".given")]
     assert 0 < len(given) < 8 and len(rows) == len(given) + 2 * (8 - len(given))
-    assert steps[0]["distillation/on_policy_frac"] == 1 - len(given) / len(rows)
+    assert step["distillation/on_policy_frac"] == 1 - len(given) / len(rows)
     kls = []
     for row in rows:
         asked = row["prompt"].removeprefix("<|user|>").removesuffix("<eos><|assistant|>")
@@ -180,8 +180,8 @@ def test_self_distillation_trains_given_responses(series, model, tmp_path):
             row["tokens"] = [*row["response"], "<eos>"]
         q = distributions(student, row, f"<|user|>{hints[asked]}<eos><|assistant|>")
         kls.append((q.exp() * (q - distributions(student, row))).sum(-1))
-    assert steps[0]["kl/teacher_hinted"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
-    assert all(step["policy/grad_norm"] > 0 for step in steps)
+    assert step["kl/teacher_hinted"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
+    assert step["policy/grad_norm"] > 0
 
 
 CHECK = """
