@@ -162,7 +162,8 @@ class RolloutQueue:
         """Return the group STEP.GROUP of a prompt's given response."""
         prompt = self.data[item.row]
         sample = put_sample(given_sample(name, prompt, self.data.responses[prompt.id], version))
-        return Group(item, order, [sample.id], ready([[sample]]))
+        sampled: list[Sampled] = [[sample]]
+        return Group(item, order, [sample.id], ready(sampled))
 
     def _use_finished(self, item: PendingPrompt, number: int, i: int, is_restart: bool) -> bool:
         """Return whether an earlier attempt has finished this prompt's rollouts, and a step can still train on them. If

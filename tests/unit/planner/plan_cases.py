@@ -33,4 +33,5 @@ def plan_of(model: str, gpus: str, *overrides: str, **workload: float) -> StepPl
     config = recipe(*overrides)
     assert broken_rules(config, CONFIGS[model]) == []
     cluster: Cluster = read_cluster(gpus)
-    return plan_step(config, Models.of({"actor": CONFIGS[model]}), TextWorkload.of(config, **workload), cluster)
+    models = Models.of({"actor": CONFIGS[model]}, muon=config.muon_roles)
+    return plan_step(config, models, TextWorkload.of(config, **workload), cluster)
