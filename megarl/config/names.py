@@ -41,7 +41,7 @@ VERL = {
     "filter_groups.enable": "batch.sampling_rounds",
     "filter_overlong_prompts": "data.overlong (drop)",
     "free_cache_engine": "rollout.sleep",
-    "gdpo_reward_weights": "rewards.functions (the weight of each entry)",
+    "gdpo_reward_weights": "rewards.functions.weight",
     "gpu_memory_utilization": "rollout.kv_cache_gib (GiB per rank of an engine, in addition to its weights)",
     "grad_clip": "actor.optimizer.clip_grad_norm",
     "grad_offload": "actor.offload",

@@ -60,9 +60,7 @@ def distillation_loss(
         weights: w_k of each teacher.
     """
     terms, divergences = others(batch, scored[:, : -len(weights)]), scored[:, -len(weights) :]
-    counts = batch.mask
-    if (excluded := getattr(terms, "excluded", None)) is not None:
-        counts = counts & ~(excluded & batch.only_sampled.mask)
+    counts = batch.mask if (excluded := getattr(terms, "excluded", None)) is None else batch.mask & ~excluded
     counted = divergences.where(counts[:, None] & (divergences != kl.UNSCORED), 0.0)
     distillation = (batch.weight * (counted @ counted.new_tensor(weights))).sum()
     return DistillationTerms(terms.loss + distillation, terms, distillation, divergences)
