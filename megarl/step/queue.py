@@ -132,7 +132,7 @@ class RolloutQueue:
         num_draws = self.state.num_draws
         items = self.state.draw(self._schedule.num_to_begin(wanted, self.config.run.steps - number), number - 1)
         self._draws.rows += [item.row for item in items if item.draw >= num_draws]
-        given = [i for i, item in enumerate(items) if is_given(self.config, item)]
+        given = {i for i, item in enumerate(items) if is_given(self.config, item)}
         new = [
             i
             for i, item in enumerate(items)
