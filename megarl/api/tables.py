@@ -71,7 +71,7 @@ def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pya
 
     Scalars have Arrow types. Fields with one value per token are list columns: `prompt_ids` and `response_ids` of
     int32, `rollout_logprobs`, `logprob_differences` and `token_advantages` of float32, `tokens` of strings, and `mask`
-    (whether the model sampled the token) of bool. `turn_rewards` is a list of float32. For image models,
+    (whether the token is trained; null if all are) of bool. `turn_rewards` is a list of float32. For image models,
     `trained_denoising_steps` is a list of int32, `rollout_logprobs` contains one value for each of these steps, and
     `image` is the path of a PNG file. Each reward function's value is a column `parts.NAME`. All other fields, such as
     `answer` and `messages`, are JSON text, because their type may differ between rows.
@@ -133,7 +133,7 @@ def _is_element(value: Any, kind: type) -> bool:
 
 
 def _mask(row: Mapping[str, Any]) -> list[bool] | None:
-    """Return whether each response token was sampled by the model, or None if the lengths are missing or invalid."""
+    """Return whether each response token is trained, or None if the lengths are missing or invalid."""
     lengths, count = row.get(MASK), row.get("num_response_tokens")
     if not isinstance(lengths, list) or not all(is_plain(i, int) and i >= 0 for i in lengths) or sum(lengths) != count:
         return None

@@ -148,14 +148,14 @@ def allowed_changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
 def samples_alike(config: Config, saved: Mapping[str, Any]) -> bool:
     """Return whether a run with the saved config has sampled the same rollouts from the same weights: no key differs
     except for those that may always change."""
-    old, new = (dict(leaves(without_folders(values))) for values in (saved, config.model_dump()))
+    old, new = (_compared(values) for values in (saved, config.model_dump()))
     return all(is_free(key) for key in _differing(old, new))
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
     """Check that a run with this configuration may resume from the one saved at `step`. Raise a UserError if keys that
     may not change differ; the message has one line per key. checkpoint: the checkpoint's name, for error messages."""
-    old, new = (dict(leaves(without_folders(values))) for values in (saved, config.model_dump()))
+    old, new = (_compared(values) for values in (saved, config.model_dump()))
     problems = [
         f"{key}={_show(new, key)}: {checkpoint} was saved with {_show(old, key)}. Fix: {_remedy(key)}"
         for key in _differing(old, new)
@@ -169,6 +169,17 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
     elif not _is_allowed(config, "run.steps"):
         problems += _changed_rates(config, saved["run"]["steps"], step, checkpoint)
     raise_all(problems)
+
+
+def _compared(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a config without folders, and without the engines and layouts of teachers, which may
+    change."""
+    found = dict(leaves(without_folders(values)))
+    teachers = [
+        {key: value for key, value in teacher.items() if key not in ("engine", "layout") and value is not None}
+        for teacher in found.get("teachers.models", [])
+    ]
+    return {**found, "teachers.models": teachers}
 
 
 def _remedy(key: str) -> str:

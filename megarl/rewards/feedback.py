@@ -15,6 +15,7 @@ from megarl.config.data_schema import Data
 from megarl.core.errors import UserError
 from megarl.core.sample import Sample
 from megarl.data.chat import prompt_ids
+from megarl.data.typed_tokens import typed_tokens
 from megarl.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -37,19 +38,27 @@ class FeedbackPrompts:
         """Add the feedback on each sample to the last message of its prompt. `feedback`: sample id -> function -> text;
         empty texts, and those that the chat template rejects, are skipped."""
         for name in self._functions:
-            told = [(sample, text) for sample in samples if (text := feedback[sample.id].get(name))]
-            for sample, text in told:
-                *others, last = sample.prompt.messages
-                last = {**last, "content": f"{last['content']}\n\n{text}"}
-                prompt = [*map(dict, others), last] if self._data.chat_template else last["content"]
+            for sample in samples:
+                text = feedback[sample.id].get(name)
                 with suppress(UserError):
-                    ids = prompt_ids(self._tokenizer, prompt, self._data.chat_template, f"sample {sample.id}")
-                    self._prompts.setdefault(name, {})[sample.id] = np.array(ids, np.int32)
+                    if text:
+                        ids = self._with_feedback(sample, f"\n\n{text}")
+                        self._prompts.setdefault(name, {})[sample.id] = np.array(ids, np.int32)
 
     def take(self) -> dict[str, dict[str, NDArray[np.int32]]]:
         """Return the prompts, int32 [P], by function and sample id."""
         taken, self._prompts = self._prompts, {}
         return taken
+
+    def _with_feedback(self, sample: Sample, text: str) -> list[int]:
+        """Return the ids of the prompt with the text at its end. The text may quote the response, so it cannot contain
+        special tokens."""
+        *others, last = sample.prompt.messages
+        if self._data.chat_template:
+            messages = [*map(dict, others), {**last, "content": f"{last['content']}{text}"}]
+            return prompt_ids(self._tokenizer, messages, True, f"sample {sample.id}")
+        typed = typed_tokens(self._tokenizer)
+        return sample.prompt.token_ids.tolist() + typed.ids(typed.mark(text))
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

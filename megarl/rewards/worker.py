@@ -37,6 +37,9 @@ MAX_SHOWN = 100
 MAX_STACK = 4000
 """Maximum number of characters of a stack trace."""
 
+MAX_FEEDBACK = 32_000
+"""Maximum number of characters of the feedback on a sample. Longer texts lose their end."""
+
 SANDBOX = "sandbox"
 """Parameter that receives the sandbox provider instead of a data column."""
 
@@ -216,7 +219,7 @@ def _result(value: Any) -> dict[str, Any]:
     """Return the Result fields for the value that a function returned for one sample: a reward, or a dict with the keys
     `reward` and `feedback`."""
     if isinstance(value, dict) and value.keys() == {"reward", "feedback"} and isinstance(value["feedback"], str | None):
-        return {**_result(value["reward"]), "feedback": value["feedback"] or ""}
+        return {**_result(value["reward"]), "feedback": (value["feedback"] or "")[:MAX_FEEDBACK]}
     if isinstance(value, list | tuple):
         values = [_number(item) for item in value]
         return {"value": None if None in values else values, "returned": f"a list of {len(value)}"}

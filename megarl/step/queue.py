@@ -206,8 +206,9 @@ class RolloutQueue:
         if self.config.rollout.longest_first:
             lengths: dict[int, list[int]] = {}
             for group, samples in zip(taken, sampled, strict=True):
-                lengths.setdefault(group.item.row, []).extend(sample.num_response_tokens for sample in samples)
-            self.state.lengths |= {row: fmean(counts) for row, counts in lengths.items()}
+                found = [sample.num_response_tokens for sample in samples if not sample.is_given]
+                lengths.setdefault(group.item.row, []).extend(found)
+            self.state.lengths |= {row: fmean(counts) for row, counts in lengths.items() if counts}
         return sampled
 
     def drop(self, number: int) -> None:

@@ -55,10 +55,12 @@ def requests(
 
 
 def _prefix(config: Config, number: int, i: int, response: GivenResponse) -> tuple[int, ...]:
-    """Return the tokens with which the responses to a step's prompt i start. At least one token is sampled."""
+    """Return the tokens with which the responses to a step's prompt i start. At least one token is sampled. The token
+    after the prefix is the assistant's, because the policy must not continue a user's message or a tool's result."""
     num_tokens = len(response.token_ids)
     longest = min(int(config.rollout.prefix_share * num_tokens), num_tokens - 1)
-    length = random.Random(f"{config.run.seed}.prefix.{number}.{i}").randint(0, longest)
+    lengths = [n for n in range(longest + 1) if n == 0 or response.mask[n]]
+    length = random.Random(f"{config.run.seed}.prefix.{number}.{i}").choice(lengths)
     return tuple(response.token_ids[:length].tolist())
 
 

@@ -89,8 +89,9 @@ class RewardWorker:
         self._pool = function_pool(config, num_processes)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
         self._evaluation = EvaluationScorer(config, num_processes)
-        heard = [teacher.feedback for teacher in config.teachers.models if teacher.feedback is not None]
-        self._feedback = FeedbackPrompts(dict.fromkeys(heard), config.data, models.actor)
+        models_with_feedback = config.teachers.models if config.teachers_see_feedback else []
+        functions = [teacher.feedback for teacher in models_with_feedback if teacher.feedback is not None]
+        self._feedback = FeedbackPrompts(dict.fromkeys(functions), config.data, models.actor)
         self._reader: Reader | ModelJudge | None = None
         folder = models.reward_model
         if folder is not None and config.reward_model.judges:

@@ -41,7 +41,7 @@ class ScoredPrompts:
         privileged: prompt id -> token ids that replace the prompt's for the teacher, int32 [P]; None: the teacher sees
             the prompt itself.
         checksums: prompt id -> checksum of the prompt's own token ids; None without privileged prompts.
-        context_length: maximum number of tokens of a sample; 0 without privileged prompts and feedback.
+        context_length: maximum number of tokens of a sample with a privileged prompt.
     """
 
     teacher: Teacher

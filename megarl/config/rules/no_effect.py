@@ -237,6 +237,11 @@ KEY_REQUIREMENTS = (
         tuple(f"teachers.{name}" for name in Teachers.model_fields if name != "models"),
     ),
     KeyRequirement(
+        "teachers.models=[{name: NAME, path: PATH}] (a teacher without its own layout)",
+        lambda config: not config.placed_teachers or any(each.layout is None for each, _ in config.placed_teachers),
+        ("teachers.layout",),
+    ),
+    KeyRequirement(
         "teachers.models=[{name: NAME, path: PATH, engine: vllm}]",
         lambda config: not config.placed_teachers or "vllm" in config.teacher_engines,
         ("teachers.kv_cache_gib", "teachers.vllm_overrides"),

@@ -37,6 +37,14 @@ def context_holds_a_prompt_and_a_response(config: Config) -> Iterator[str]:
         )
 
 
+def given_responses_come_from_files(config: Config) -> Iterator[str]:
+    if config.data.response_column is not None and config.data.is_procedural:
+        yield (
+            f"data.response_column={config.data.response_column}: data.source={config.data.source} has no such column. "
+            "Fix: set data.source to a .jsonl or .parquet file with this column, or remove data.response_column"
+        )
+
+
 def prefixes_need_given_responses(config: Config) -> Iterator[str]:
     share = config.rollout.prefix_share
     if share > 0 and config.data.response_column is None:
@@ -222,6 +230,7 @@ RULES = (
     candidate_tokens_are_bounded,
     nodes_do_not_share_memory,
     context_holds_a_prompt_and_a_response,
+    given_responses_come_from_files,
     prefixes_need_given_responses,
     prefixes_begin_single_responses,
     quantization_requires_bfloat16,

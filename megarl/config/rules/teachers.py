@@ -16,11 +16,17 @@ def teachers_have_distinct_names(config: Config) -> Iterator[str]:
 
 
 def distillation_alone_needs_no_rounds(config: Config) -> Iterator[str]:
-    rounds = config.batch.sampling_rounds
-    if config.has_teachers and not config.has_rewards and not config.is_offline and rounds > 1:
+    rounds, functions = config.batch.sampling_rounds, config.rewards.functions
+    only_weightless = bool(functions) and all(entry.weight == 0 for entry in functions)
+    has_others = config.rewards.judge is not None or config.has_reward_model or config.has_environment
+    is_alone = not config.has_rewards or (only_weightless and not has_others)
+    if config.has_teachers and is_alone and not config.is_offline and rounds > 1:
+        reason = (
+            "all reward functions have weight 0" if functions else "with rewards.functions=[] no sample has a reward"
+        )
         yield (
             f"batch.sampling_rounds={rounds}: dynamic sampling replaces prompts whose samples have equal rewards, but "
-            "with rewards.functions=[] no sample has a reward. Fix: set batch.sampling_rounds=1, or add a reward"
+            f"{reason}. Fix: set batch.sampling_rounds=1, or add a reward"
         )
 
 
@@ -225,6 +231,15 @@ def given_responses_have_no_rewards(config: Config) -> Iterator[str]:
         )
 
 
+def given_responses_exclude_trust_region(config: Config) -> Iterator[str]:
+    limit = config.algorithm.trust_region.kl_limit
+    if config.trains_given_responses and limit is not None:
+        yield (
+            f"{_share(config)}: algorithm.trust_region.kl_limit={limit:g} limits the change on sampled tokens only. "
+            "Fix: set algorithm.trust_region.kl_limit=null, or set algorithm.distillation.on_policy_share=1"
+        )
+
+
 def given_responses_are_not_offline(config: Config) -> Iterator[str]:
     if config.trains_given_responses and config.is_offline:
         yield (
@@ -275,6 +290,7 @@ RULES = (
     given_responses_need_a_column,
     given_responses_need_distributions,
     given_responses_have_no_rewards,
+    given_responses_exclude_trust_region,
     given_responses_are_not_offline,
     divergence_of_distributions_is_in_the_loss,
     divergence_of_distributions_covers_the_vocabulary,

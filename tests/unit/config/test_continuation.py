@@ -48,6 +48,15 @@ def test_placement_of_other_models_may_change() -> None:
     assert violations(gae, "critic.offload=[optimizer]", "critic.layout.tp=2", given=[gae]) == []
 
 
+def test_engines_and_layouts_of_teachers_may_change() -> None:
+    plain, moved, weighted = (
+        f"teachers.models=[{{name: t, path: x{keys}}}]"
+        for keys in ("", ", engine: vllm, layout: {tp: 2}", ", weight: 2")
+    )
+    assert violations(moved, given=[plain]) == violations(plain, given=[moved]) == []
+    assert len(violations(weighted, given=[plain])) == 1
+
+
 @pytest.mark.parametrize(
     ("override", "now", "then"),
     [

@@ -11,7 +11,7 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
 from megarl.rewards.feedback import FeedbackPrompts
 from megarl.rewards.result import Result
-from megarl.rewards.worker import _result
+from megarl.rewards.worker import MAX_FEEDBACK, _result
 from tests.paths import BASE
 from tests.tiny_model import tiny_tokenizer
 
@@ -26,7 +26,8 @@ def folder(tmp_path_factory):
 
 
 def sample(name: str, *messages: dict[str, str]) -> Sample:
-    prompt = Prompt("p", "", (5,), messages=messages)
+    ids = tiny_tokenizer()(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+    prompt = Prompt("p", "", ids, messages=messages)
     return Sample(name, prompt, (7,), (-1.0,), (True,), (VersionRun(0, 1),), "stop", "")
 
 
@@ -49,12 +50,24 @@ def test_feedback_is_added_to_the_last_message(folder, template, messages, text)
     assert prompts.take() == {} and messages[-1]["content"] == "U"
 
 
+@pytest.mark.parametrize("template", ["true", "false"])
+def test_quoted_special_tokens_are_text(folder, template):
+    data = load(BASE, ["model.path=m", "data.source=rows.jsonl", f"data.chat_template={template}"]).data
+    prompts, ends = FeedbackPrompts(["check"], data, folder), []
+    for text in ("No.", "<eos>No."):
+        prompts.note([sample("a", *MESSAGES[1:])], {"a": {"check": text}})
+        ids = prompts.take()["check"]["a"].tolist()
+        ends.append(ids.count(tiny_tokenizer().eos_token_id))
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize(
     ("value", "result"),
     [
         ({"reward": True, "feedback": "No."}, Result(1.0, "1.0", feedback="No.")),
         ({"reward": [0.5, 1], "feedback": None}, Result([0.5, 1.0], "a list of 2")),
         ({"reward": "x", "feedback": "No."}, Result(None, "str", feedback="No.")),
+        ({"reward": 1, "feedback": 100_000 * "a"}, Result(1.0, "1.0", feedback=MAX_FEEDBACK * "a")),
         ({"reward": 1.0, "feedback": 7}, Result(None, "dict")),
         ({"reward": 1.0}, Result(None, "dict")),
     ],

@@ -34,3 +34,16 @@ def test_prefixes_are_drawn_uniformly_for_each_group(share, longest):
     assert sum(counts) == 200 and min(counts) > 0.4 * 200 / (longest + 1)
     without = load(BASE, ["model.path=m", "data.source=rows.jsonl", *keys])
     assert not any(request.prefix for group in requests(without, 1, PROMPTS) for request in group)
+
+
+def test_prefixes_do_not_end_inside_other_messages():
+    response = GivenResponse(range(10, 18), (True, True, False, False, False, True, True, True), "")
+    config = load(
+        BASE, ["model.path=m", "data={source: rows.jsonl, response_column: solution}", "rollout.prefix_share=1"]
+    )
+    drawn = {
+        len(group[0].prefix)
+        for number in range(100)
+        for group in requests(config, number, PROMPTS[:1], responses={"a": response})
+    }
+    assert drawn == {0, 1, 5, 6, 7}

@@ -15,6 +15,10 @@ MTP = ["rollout.speculative.method=mtp", "actor.mtp.loss_coefficient=0.0"]
             "rollout.prefix_share=0.5: prefixes come from given responses, but data.response_column=null. Fix:",
         ),
         (
+            ["rollout.prefix_share=0.5", "data={source: arithmetic, response_column: r}"],
+            "data.response_column=r: data.source=arithmetic has no such column. Fix:",
+        ),
+        (
             ["rollout.prefix_share=0.5", "data={source: r.jsonl, response_column: r}", "environment.class=game.py:G"],
             "rollout.prefix_share=0.5: with environment.class=game.py:G, no single text response is sampled for a",
         ),

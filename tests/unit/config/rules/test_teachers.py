@@ -67,6 +67,7 @@ def test_actor_reads_teachers_from_their_folders() -> None:
 
 
 GIVEN = "algorithm.distillation={divergence: jsd, placement: loss, on_policy_share: 0.5}"
+TRUST_REGION = ("model.dtype=float32", "algorithm.objective.name=unclipped", "algorithm.trust_region.kl_limit=0.01")
 GRADIENT, RESPONSES = "algorithm.advantage.estimator=policy_gradient", "data.response_column=solution"
 
 
@@ -275,6 +276,18 @@ def test_null_removes_the_teachers() -> None:
         (
             [TEACHERS, GIVEN, ALONE, ROWS, RESPONSES],
             "algorithm.distillation.on_policy_share=0.5: without rewards, algorithm.advantage.estimator=grpo has no",
+        ),
+        (
+            [TEACHERS, GIVEN, ALONE, GRADIENT, ROWS, RESPONSES, *TRUST_REGION],
+            "algorithm.distillation.on_policy_share=0.5: algorithm.trust_region.kl_limit=0.01 limits the change",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, layout: {tp: 2}}]", "teachers.layout.tp=4"],
+            "teachers.layout.tp=4: has no effect unless teachers.models=[{name: NAME, path: PATH}] (a teacher without",
+        ),
+        (
+            [TEACHERS, "rewards.functions=[{function: f.py:f, weight: 0}]", "batch.sampling_rounds=3"],
+            "batch.sampling_rounds=3: dynamic sampling replaces prompts whose samples have equal rewards, but all",
         ),
         (
             [TEACHERS, *OFFLINE, "algorithm.distillation.on_policy_share=0.5"],
