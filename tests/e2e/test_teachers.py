@@ -152,7 +152,7 @@ def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers,
     assert first["policy/loss"] == pytest.approx(first["policy/nll"] + 10 * first["kl/teacher_large"], rel=1e-4)
 
 
-def test_self_distillation_trains_given_responses(series, model, tmp_path):
+def test_self_distillation_trains_on_given_responses(series, model, tmp_path):
     """The metric equals the forward KL between transformers' distributions after either prompt, averaged
     over the tokens of sampled and given responses."""
     hints = {f"{a}+{a}=": f"{a}+{a}={2 * a}. {a}+{a}=" for a in range(8)}
