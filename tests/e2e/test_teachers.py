@@ -195,7 +195,7 @@ def check(prompt, response, answer):
 
 def test_feedback_on_continued_prefixes_is_the_hint(series, model, tmp_path):
     """Samples start with a prefix of the given response, which is not trained on. The advantages of the first step
-    equal log p_told − log p of transformers, where the teacher is told the feedback on the sample, if any."""
+    equal log p_told − log p of transformers, where the teacher sees the feedback on the sample, if any."""
     rows = [{"prompt": f"{a}+{a}=", "answer": None, "solution": f"1{a}2{a}3{a}"} for a in range(8)]
     data, functions = tmp_path / "rows.jsonl", tmp_path / "functions.py"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
