@@ -184,7 +184,7 @@ def train_again(config: Config, workers: Workers, rollouts: Rollouts, number: in
         average: moving average before the step; not updated.
     """
     train(config, workers, rollouts, number, replace(average))
-    take_advantages(workers.actor)  # discard them, because the step has recorded them
+    take_advantages(workers.actor)  # discard them, because the step has already recorded them
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:

@@ -35,8 +35,8 @@ OBJECT_BYTES = 2048
 
 def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequence[int] = ()) -> int:
     """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples in a step
-    at maximum length, with per-token scores and the teachers' states. Space that shorter samples leave unused
-    takes no memory. Ray spills to disk if the store is full.
+    at maximum length, with per-token scores and the teachers' states. Space that shorter samples leave unused takes no
+    memory. Ray spills to disk if the store is full.
 
     Args:
         experts: the actor's experts, if any; samples may carry the routes to them.
@@ -70,7 +70,8 @@ def state_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:
 
 def num_samples(config: Config) -> int:
     """Return the maximum number of samples that exist at the same time: samples from all dynamic-sampling rounds, which
-    stay until the step ends, samples of earlier steps, and samples started for later steps."""
+    stay until the step ends, samples of earlier steps that may be trained again, and samples started for later
+    steps."""
     batch, num_steps = config.batch, 1 + num_repeatable(config)
     if config.is_offline:
         return num_steps * batch.prompts_per_step * config.trained_per_prompt

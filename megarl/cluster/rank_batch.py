@@ -153,8 +153,8 @@ class RankBatch:
         privileged: Mapping[str, Replacement],
     ) -> list[RankBatch]:
         """Return the batches of a pass in which these token ids, by sample id, replace all prompts. Samples of a prompt
-        whose ids are given by value share them. Expert routes are dropped, because the engine chose them for the
-        original prompts."""
+        share the prefix if its ids are passed by value instead of by reference. Expert routes are dropped, because the
+        engine chose them for the original prompts."""
 
         def replaced(item: SampleRef) -> SampleRef:
             ids = privileged[item.id]

@@ -7,9 +7,10 @@ without other processes is lost, a spare node takes its place, and its ranks fet
 node. Such copies are kept while there is a spare node. After each step, a spare node also replaces a node that should
 leave the run before it fails.
 
-Copies are made in the background, so engines may have the weights of a step whose copies are not complete. If a rank is
-lost then, the step is trained again. On CPU this gives the same weights bit for bit. On GPUs they may differ from the
-engines' by rounding errors until the next refit, which the recorded log-probs of the rollouts account for.
+Copies are made in the background, so engines may already have the weights of a step whose copies are incomplete. If a
+rank is lost at that point, the step is trained again. On CPU, the resulting weights are bit-identical. On GPUs, they
+may differ from the engines' weights by rounding errors until the next refit. The recorded log-probs of the rollouts
+account for this difference.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Recovery:
     """Replaces lost ranks of a run's trained models.
 
     The state after the latest copied step is in shared memory on the ranks' nodes. Until the first copy is complete, it
-    is in the model folders and in the checkpoint from which the run resumed. A copy counts as complete when all ranks
-    of all models have theirs, and keepers have received them. Each rank keeps its previous copy until then."""
+    is in the model folders and in the checkpoint from which the run resumed. A copy is complete when all ranks of all
+    models have finished theirs. Until then, each rank also keeps its previous copy."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Recovery:
         every_steps: int = 1,
     ):
         """For `groups` and `sharing`, see TrainedModels. checkpoint: the checkpoint from which the run resumed.
-        every_steps: interval of the copies."""
+        every_steps: number of steps between copies."""
         self._session, self._groups, self._sharing, self._checkpoint = session, groups, sharing, checkpoint
         self._every_steps = every_steps
         self._copied: int | None = None
@@ -62,9 +63,9 @@ class Recovery:
         self._copying: int | None = None
         """Step whose copies are being made."""
         self._kept: Collection[Role] = ()
-        """Roles of which keepers also receive these copies."""
+        """Roles whose copies are also being delivered to keepers."""
         self._repeats: dict[int, Callable[[], object]] = {}
-        """Functions that train the steps after the latest copied one again, by step."""
+        """Functions that repeat the training of each step after the latest copied one, by step."""
         self._num_replaced = self._num_unreported = 0
         """Number of replacements since the last step was trained, and since the last call of `take_metrics`."""
         self._seconds = 0.0
@@ -74,7 +75,7 @@ class Recovery:
         self._kept_copies_fit: bool | None = None
         """Whether two copies of each rank's state fit, one of them on another node; None: not checked yet."""
         self._lacks_copy = False
-        """Whether shared memory was full at the latest copy, and no later one is complete."""
+        """Whether a copy failed because shared memory was full, and no later one has succeeded."""
         self._delivered: dict[Role, int] = {}
         """The latest step whose copies are on the keepers' nodes, by role."""
         self._departures = Departures()
@@ -141,7 +142,7 @@ class Recovery:
         return not lacking
 
     def is_due(self, step: int) -> bool:
-        """Return whether the state after `step` is to be copied: at the interval, and before a node leaves."""
+        """Return whether to copy the state after `step`: at the configured interval, and before a node leaves."""
         return step % self._every_steps == 0 or bool(self._leaving())
 
     def note_copying(self, step: int, kept: Collection[Role], problem: str = "") -> None:
@@ -153,14 +154,14 @@ class Recovery:
             self._copying, self._kept = step, kept
 
     def note_trained(self, step: int, repeat: Callable[[], object]) -> None:
-        """Record that `step` is trained. `repeat` trains it again from the state before it."""
+        """Record that the training of `step` is complete. `repeat` trains it again from the state before it."""
         self._num_replaced = 0
         if not self._lacks_copy or self._copying is not None:
             self._repeats[step] = repeat
 
     def finish_copying(self, waits: bool = True) -> None:
-        """Note the copies in progress as complete. If they are not, wait for them or, unless `waits`, do nothing. If
-        shared memory was full, the loss of a rank ends the attempt until a later copy is complete."""
+        """Record that the copies in progress are complete. If they are not, wait for them or, unless `waits`, do
+        nothing. If shared memory was full, the loss of a rank ends the attempt until a later copy succeeds."""
         if self._copying is None:
             return
         results = join([group.finish_copies(waits) for group in self._groups.values()]).result()
@@ -220,8 +221,7 @@ class Recovery:
         return {} if len(members) == 1 else self._departures.reasons() | members.leave_requests()
 
     def _is_kept(self, number: int) -> bool:
-        """Return whether keepers hold the state after the latest step of the ranks on this node. Waits for the copies
-        in progress."""
+        """Wait for the copies in progress. Return whether keepers hold the latest state of all ranks on this node."""
         for attempt in self.attempts():
             with attempt:
                 self.finish_copying()
@@ -240,7 +240,7 @@ class Recovery:
         return [role for role, group in self._groups.items() if number in group.nodes]
 
     def _alone_on(self, number: int) -> list[Role]:
-        """Return the roles that have all of their ranks on this node, so that no other node keeps their copies."""
+        """Return the roles whose ranks are all on this node, so that no other node keeps their copies."""
         return [role for role in self._roles_on(number) if not keepers(self._groups[role].nodes)]
 
     def _obstacle(self, number: int) -> str:
@@ -276,7 +276,7 @@ class Recovery:
         return metrics
 
     def _require_copies(self, loss: LostRanks) -> None:
-        """Raise the loss if there can be no copies, or if the run has received a termination signal."""
+        """Raise the loss if the run cannot have copies, or if the run has received a termination signal."""
         has_none = self._lacks_copy and self._copying is None
         if self._fits is False or has_none or interrupts.is_signaled:
             raise loss
@@ -334,7 +334,7 @@ class Recovery:
         join(restored).result()
 
     def _settle_copying(self, cause: str) -> None:
-        """Use the copies that were in progress if all ranks have completed theirs, or else the previous ones."""
+        """Use the copies that were in progress if all ranks have completed theirs; otherwise, use the previous ones."""
         step, self._copying = self._copying, None
         if step is not None and all(group.holds_copies(step) for group in self._groups.values()):
             self._note_copied(step)
@@ -343,8 +343,8 @@ class Recovery:
         self._require_other_copies(cause)
 
     def _require_other_copies(self, cause: str) -> None:
-        """Raise RunFailure if a lost node had all copies of a model, instead of starting ranks that cannot restore
-        their state."""
+        """Raise RunFailure if a lost node held all copies of a model, because new ranks could not restore their
+        state."""
         for number in () if self._copied is None else self._session.members.lost():
             if alone := self._alone_on(number):
                 raise RunFailure(

@@ -55,7 +55,7 @@ class TrainedModels:
             return cls(groups, sharing)
         spares = config.cluster.spare_processes
         recovery = Recovery(session, groups, sharing, checkpoint, config.cluster.copy_every_steps)
-        # Engines that sleep during training wake up for the refit. Then a step may lack the memory to be repeated.
+        # Sleeping engines wake up for the refit, after which there may be too little memory to repeat the step.
         waits = config.rollout.sleep and not config.is_offline
         return cls(groups, sharing, recovery, device.on_cuda() if spares is None else spares, waits)
 
@@ -64,11 +64,11 @@ class TrainedModels:
         return iter([nullcontext()]) if self.recovery is None else self.recovery.attempts()
 
     def copy_state(self, step: int, repeat: Callable[[], object]) -> None:
-        """End the training of `step` so that lost ranks can be replaced. If a copy is due, start to copy the models'
-        state to shared memory and, if spare nodes have joined, to other nodes. Until it is complete, ranks are restored
-        from the previous copy, and `repeat`, which trains on the samples of `step`, brings them to the state after
-        `step` again. If shared memory is full, the run continues without a copy. Then start missing spare processes,
-        which import their libraries while the engines sample."""
+        """Make the state after `step` recoverable if ranks are lost. If a copy is due, start copying the models' state
+        to shared memory and, if spare nodes have joined, to other nodes. Until the copy is complete, new ranks restore
+        the previous one, and `repeat` trains on the samples of `step` again. If shared memory is full, the run
+        continues without a copy. Finally, start missing spare processes, which import their libraries while the engines
+        sample."""
         if self.recovery is None or not self.recovery.fits():
             return
         if self.recovery.is_due(step):
@@ -93,7 +93,7 @@ class TrainedModels:
         recovery.note_copying(step, kept, problem)
 
     def end_copying(self) -> None:
-        """Note the copies in progress as complete if they are, which releases the samples to repeat their steps."""
+        """Record the copies in progress if they are complete, which releases the samples kept for repeating steps."""
         if self.recovery is not None:
             self.recovery.finish_copying(waits=False)
 

@@ -220,7 +220,7 @@ class Distillation(Section):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the divergence is estimated from the sampled tokens. If not, it compares distributions."""
+        """Whether the divergence is estimated from the sampled tokens instead of computed from distributions."""
         return self.divergence == "sampled"
 
     @property

@@ -80,7 +80,7 @@ class Data(Section):
 
     @property
     def given_columns(self) -> dict[str, str]:
-        """The column with responses, if any -> the key that names it."""
+        """The column with given responses, if any -> the key that names it."""
         return {} if self.response_column is None else {self.response_column: "data.response_column"}
 
     @property

@@ -71,7 +71,7 @@ class Layout(Section):
 
 
 class OwnLayout(Layout):
-    """The layout of a list item, whose defaults cannot be in base.yaml."""
+    """The layout of a single teacher. Its defaults are here because base.yaml cannot hold defaults for list items."""
 
     tp: PositiveInt = 1
     pp: PositiveInt = 1
@@ -259,8 +259,8 @@ def teacher_key(name: str) -> str:
 
 class Teacher(Section):
     """A model whose next-token distribution the actor learns to match. Without a path, it is the policy or the
-    reference (`weights`) with the prompts in `prompt_column`, or with the feedback of the reward function `feedback` on
-    each sample."""
+    reference (`weights`), which sees the prompts in `prompt_column` or the feedback of the reward function `feedback`
+    on each sample."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     engine: Literal["megatron", "vllm"] = "megatron"
@@ -288,7 +288,8 @@ class Teacher(Section):
 
 
 class Teachers(Untrained):
-    """All teachers. Those with a path take turns on the same devices, each with its own layout or with `layout`."""
+    """All teachers. Those with a path take turns on the same devices. Each uses its own layout or, by default,
+    `layout`."""
 
     section: ClassVar[MegatronRole] = "teachers"
 
@@ -310,11 +311,11 @@ class Teachers(Untrained):
         return teacher.layout or self.layout
 
     def only(self, teacher: Teacher) -> Teachers:
-        """Return the section with a single teacher, whose layout is the section's."""
+        """Return the section with only this teacher, and with the teacher's layout."""
         return self.model_copy(update={"models": [teacher], "layout": self.layout_of(teacher)})
 
     def for_ranks_of(self, teacher: Teacher) -> Teachers:
-        """Return the section with the teacher's layout as its layout. All teachers keep theirs."""
+        """Return the section with this teacher's layout as `layout`. The layouts of all teachers remain the same."""
         models = [model.model_copy(update={"layout": self.layout_of(model)}) for model in self.models]
         return self.model_copy(update={"models": models, "layout": self.layout_of(teacher)})
 
@@ -334,17 +335,17 @@ Placed = Trained | RewardModel | Teachers
 
 
 def layout_key(placed: Placed) -> str:
-    """Return the key of the layout in errors, after `entry_prefix`."""
+    """Return the key of the layout for errors, where it follows `entry_prefix`."""
     return "layout" if _own_layout_of(placed) else f"{placed.section}.layout"
 
 
 def entry_prefix(placed: Placed) -> str:
-    """Return the beginning of errors about the layout of a teacher with its own layout; empty for all others."""
+    """Return the prefix of errors about a teacher with its own layout; empty for all other models."""
     return f"teachers.models: {name}: " if (name := _own_layout_of(placed)) else ""
 
 
 def _own_layout_of(placed: Placed) -> str | None:
-    """Return the name of the teacher if the section is Teachers.only of a teacher with its own layout."""
+    """Return the teacher's name if the section is the result of `Teachers.only` for a teacher with its own layout."""
     if not isinstance(placed, Teachers) or len(placed.models) != 1 or placed.models[0].layout is None:
         return None
     return placed.models[0].name

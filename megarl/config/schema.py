@@ -264,7 +264,7 @@ class Config(Section):
         return [(teacher, teacher.path) for teacher in models if teacher.path is not None]
 
     def teacher_section(self, name: str) -> Teachers:
-        """Return section `teachers` with only this teacher, and with its layout."""
+        """Return section `teachers` with only this teacher and its layout."""
         [teacher] = [teacher for teacher in self.teachers.models if teacher.name == name]
         return self.teachers.only(teacher)
 
@@ -280,7 +280,7 @@ class Config(Section):
 
     @property
     def teachers_see_feedback(self) -> bool:
-        """Whether some teachers see the feedback of reward functions on the samples."""
+        """Whether any teacher sees the feedback of a reward function."""
         return self.has_teachers and any(teacher.feedback is not None for teacher in self.teachers.models)
 
     @property
@@ -303,7 +303,7 @@ class Config(Section):
 
     @property
     def trains_given_responses(self) -> bool:
-        """Whether some prompts are trained with the responses in the data."""
+        """Whether some prompts are trained on the responses in the data."""
         return self.has_teachers and self.algorithm.distillation.on_policy_share < 1
 
     @property
@@ -386,7 +386,7 @@ class Config(Section):
 
     @property
     def all_placed(self) -> tuple[Placed, ...]:
-        """The sections of all models with their own ranks. Teachers with their own layouts are separate sections."""
+        """The sections of all models with their own ranks. Each teacher with its own layout has a separate section."""
         reward_model = (self.reward_model,) if self.has_reward_model else ()
         placed = [teacher for teacher, _ in self.placed_teachers]
         shared = (self.teachers,) if any(teacher.layout is None for teacher in placed) else ()
@@ -395,8 +395,8 @@ class Config(Section):
 
     @property
     def num_ranks(self) -> dict[str, int]:
-        """The number of ranks, and therefore of devices, for each role in the run. Teachers share devices, so they need
-        as many as the largest of them."""
+        """The number of ranks, and therefore of devices, for each role in the run. Teachers share devices, so the
+        largest teacher determines their number."""
         ranks: dict[str, int] = {}
         for placed in self.all_placed:
             ranks[placed.section] = max(placed.layout.world_size, ranks.get(placed.section, 0))

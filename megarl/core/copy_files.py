@@ -1,5 +1,6 @@
 """The files in which a rank keeps copies of its training state in its node's shared memory. Each of two slots has a
-file with tensors, and a record that exists while the tensors are complete. See megarl.megatron.checkpoint.host_copies.
+file with tensors, and a record that exists only while the tensors are complete. See
+megarl.megatron.checkpoint.host_copies.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def helper_thread(name: str) -> ThreadPoolExecutor:
 
 @contextmanager
 def own_stream() -> Iterator[None]:
-    """Return a context manager that queues this thread's work on a stream of its own, and waits for it at the end. Work
-    that other threads queue meanwhile neither delays it nor waits for it. On CPU, do nothing."""
+    """Return a context manager that queues this thread's work on a separate stream, and waits for it at the end. This
+    work neither waits for nor delays work that other threads queue in the meantime. On CPU, do nothing."""
     if not on_cuda():
         yield
         return
@@ -140,13 +140,13 @@ def use_expandable_segments() -> None:
 
 
 def error_counts() -> dict[str, int]:
-    """Return the numbers of errors in the device's memory that were not corrected, and of remaps of its memory's rows
-    that have failed or wait for a reset of the device, and whether the driver requires a reset or reboot because of any
-    error (0 or 1). Empty on CPU. Counters that the device or its driver lacks are missing.
+    """Return the number of uncorrected memory errors, whether row remaps have failed or wait for a reset of the device,
+    and whether the driver requires a reset or reboot because of any error (0 or 1). Empty on CPU. Counters that the
+    device or its driver does not support are missing.
 
-    The driver derives the requirement from the XID of an error, as NVIDIA's XID catalog lists, and logs it as XID 154
-    (https://docs.nvidia.com/deploy/xid-errors). XIDs that only end the application, such as 13 and 31, require
-    nothing."""
+    The driver derives this requirement from the XID of an error, according to NVIDIA's XID catalog, and logs it as XID
+    154 (https://docs.nvidia.com/deploy/xid-errors). XIDs that only end the application, such as 13 and 31, require no
+    action."""
     if not on_cuda() or find_spec("pynvml") is None:
         return {}
     import pynvml as nvml  # pyright: ignore[reportMissingImports]

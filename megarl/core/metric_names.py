@@ -181,7 +181,7 @@ METRICS = (
     Declaration("kl/FORM", "mean KL to the reference; placement, level and estimator are in the name", "nats", "kl"),
     Declaration(
         "kl/teacher_NAME",
-        "KL(old policy ‖ teacher) by k1. With another divergence than sampled: its mean under the current policy",
+        "KL(old policy ‖ teacher) by k1. If the divergence is not sampled: its mean under the current policy",
         "nats/token",
         "teachers",
     ),
@@ -190,7 +190,7 @@ METRICS = (
     ),
     Declaration(
         "distillation/on_policy_frac",
-        "fraction of the step's samples that the policy sampled; the others are given responses",
+        "fraction of the step's samples that the policy sampled; the rest are given responses",
         "",
         "distillation.on_policy_share < 1",
     ),

@@ -30,7 +30,7 @@ class RowBatch:
     turn_advantage    float32 [N]    advantage of each row's turn, in addition to its sample's; None: turns are not
                                      compared
     stale             bool [S]       whether the oldest token was sampled with earlier weights; None: no sample is stale
-    given             bool [S]       whether the response is from the data, not from an engine; None: no sample's is
+    given             bool [S]       whether the response is from the data instead of an engine; None: no response is
     old               float32 [N]    log-prob under the policy at the start of the step; None: the current policy
     reference         float32 [N]    log-prob under the reference policy; None: not needed
     values            float32 [N]    critic's value, at the start of the step, of the state in which each target was
@@ -41,7 +41,7 @@ class RowBatch:
                                      `reward`; None: no such rewards
     kl_reward         float32 [N]    −coefficient · KL of each token to the reference; None: not part of the reward
     teachers          float32 [N, K] log-prob under each teacher, in the order of teachers.models, or kl.UNSCORED; None:
-                                     no teacher, or a divergence of distributions
+                                     no teacher, or a divergence between distributions
     advantage         float32 [N]    None: not estimated yet
     returns           float32 [N]    critic's targets; None: not estimated yet, or no critic
     selected          bool [N]       tokens that the objective treats separately; None: it treats all tokens alike
@@ -93,7 +93,7 @@ class RowBatch:
 
     @property
     def only_sampled(self) -> Self:
-        """The batch without the rows of given responses in its mask and weights."""
+        """The batch with given responses excluded from its mask and weights."""
         if self.given is None:
             return self
         is_given = self.given[self.row_sample]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 GIVEN = "given"
-"""Last part of the rollout id of a response from the data, STEP.GROUP.given, which no engine sampled."""
+"""Last part of the rollout id of a given response, STEP.GROUP.given, which comes from the data instead of an engine."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,7 +39,7 @@ overflow, and products could underflow to 0 for all rows."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenResponse(HoldsArrays):
-    """The response that the data gives to a prompt.
+    """A prompt's response from the data.
 
     Attributes:
         token_ids: int32 [R], with the end-of-sequence token.
@@ -298,7 +298,7 @@ def require_size(num_rows: int, num_kept: int, data: Data) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A row's prompt and its file, its privileged prompts by column, int32 [P], and its given response, if any."""
+    """One tokenized row: its file, prompt, privileged prompts by column, int32 [P], and given response, if any."""
 
     source: str
     prompt: Prompt
@@ -353,8 +353,8 @@ def _read(
 def _response(
     row: Row, prompt: Content, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase, config: Config
 ) -> GivenResponse | None:
-    """Return the row's given response, or None if the row is dropped. Raise a UserError if the row has no response, or
-    if the response is longer than rollout.max_new_tokens, unless data.overlong=drop."""
+    """Return the row's given response, or None if the row is dropped. Raise a UserError if the row has no response or,
+    unless data.overlong=drop, if the response is longer than rollout.max_new_tokens."""
     column, longest = config.data.response_column, config.rollout.max_new_tokens
     assert column is not None, "the data has no column with responses"
     place = f"{place_of(row, config.data)}: column {column!r} (data.response_column)"

@@ -152,7 +152,7 @@ def _fewer_replicas(config: Config, nodes: int) -> list[str]:
     counts = {f"{placed.section}.layout.dp": placed.layout.dp for placed in config.all_placed}
     if own := [teacher.name for teacher, _ in config.placed_teachers if teacher.layout is not None]:
         raise UserError(
-            f"teachers.models: {own[0]} with layout: the layout of a single teacher is not scaled to fewer nodes. Fix: "
+            f"teachers.models: {own[0]} with layout: a teacher's own layout cannot be scaled to fewer nodes. Fix: "
             f"remove layout from {own[0]}, and set teachers.layout"
         )
     if not config.is_offline:

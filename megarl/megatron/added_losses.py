@@ -34,7 +34,7 @@ def mtp_loss(batch: TokenBatch, scored: torch.Tensor, *, others: Callable, coeff
 
 
 class DistillationTerms(NamedTuple):
-    """The sum of an objective's loss and the divergence of distributions from the teachers.
+    """The sum of an objective's loss and the teacher divergence that the head computes.
 
     Attributes:
         others: the objective's terms.

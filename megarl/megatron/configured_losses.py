@@ -212,7 +212,7 @@ def configured_implicit_reward_loss(settings: ImplicitReward) -> Loss:
 
 
 def on_sampled_tokens(loss: Loss) -> Loss:
-    """Return the loss without given responses, which have neither advantages nor the engine's log-probs."""
+    """Return the loss without given responses, which have neither advantages nor log-probs from an engine."""
 
     def terms(batch: TokenBatch, scored: torch.Tensor) -> Terms:
         return loss.terms(batch.only_sampled, scored)
@@ -230,7 +230,7 @@ def with_mtp_loss(loss: Loss, coefficient: float) -> Loss:
 
 
 def with_distillation_loss(loss: Loss, distillation: Distillation, teachers: Sequence[Teacher]) -> Loss:
-    """Return the sum of the loss and the divergence of distributions from the teachers."""
+    """Return the sum of the loss and the teacher divergence that the head computes."""
     weights = [distillation.coefficient * teacher.weight for teacher in teachers]
     terms = partial(added_losses.distillation_loss, others=loss.terms, weights=weights)
     names = [teacher.name for teacher in teachers]

@@ -72,8 +72,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """A rectangle of a matrix in this rank's range of a parameter. `index`: the range's index among those of matrices.
-    `rectangle`: the rectangle in parameter coordinates."""
+    """A rectangle of a matrix in this rank's range of a parameter. `index`: the range's index among the ranges of
+    Muon's matrices. `rectangle`: the rectangle in parameter coordinates."""
 
     index: int
     rectangle: Rectangle
@@ -105,7 +105,7 @@ def add_muon(
     momentum: float,
     dtype: torch.dtype,
 ) -> None:
-    """Make each step of one rank's optimizer update the matrices with Muon first. Collective over all ranks.
+    """Wrap the step of one rank's optimizer so that it first updates the matrices with Muon. Collective over all ranks.
 
     Args:
         optimizer: Megatron's distributed optimizer of the rank.

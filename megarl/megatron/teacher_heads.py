@@ -24,10 +24,10 @@ from megarl.resharding.transports.safetensors import SafetensorsFolder
 def prepare_divergence(
     head: LogProbHead, folders: Sequence[Path | None], distillation: Distillation, dtype: torch.dtype
 ) -> None:
-    """Set the divergence in the actor's head. If it is exact, load the teachers' output weights from these folders.
-    Each rank reads the rows for the tokens in its shard of the actor's output weight. None: the teacher is the policy
-    or the reference, whose output weight `copy_output_weight` provides in each step."""
-    assert distillation.divergence != "sampled", "the head has no part in a sampled divergence"
+    """Configure the divergence in the actor's head. If it is exact, load the teachers' output weights from these
+    folders. Each rank reads the rows for the tokens in its shard of the actor's output weight. A teacher without a
+    folder is the policy or the reference, whose output weight `copy_output_weight` copies in each step."""
+    assert distillation.divergence != "sampled", "the head does not compute a sampled divergence"
     weights = None
     if distillation.is_exact:
         num_rows = head.output_size_per_partition
@@ -40,7 +40,7 @@ def prepare_divergence(
 @torch.no_grad()
 def copy_output_weight(model: GPTModel, number: int) -> None:
     """Copy the model's output weight, or the embedding if they are tied, to the output layer of the teacher with this
-    number. Updates change the model's own, but the teacher's hidden states belong to the current one."""
+    number. Updates will change the model's weight, but the teacher's hidden states belong to the current one."""
     head: Any = model.output_layer
     is_tied = model.share_embeddings_and_output_weights
     head.teachers.weights[number].copy_(model.shared_embedding_or_output_weight() if is_tied else head.weight)

@@ -7,7 +7,7 @@ from megarl.models.huggingface import WindowedAttention
 from megarl.models.shape import ModelShape
 
 NEWTON_SCHULZ_STEPS = 5
-"""Number of iterations with which Muon orthogonalizes a matrix."""
+"""Number of iterations in which Muon orthogonalizes a matrix."""
 
 
 def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: float) -> float:
@@ -159,7 +159,7 @@ def attention_weights(shape: ModelShape) -> int:
 
 
 def orthogonalization_flops(rows: int, columns: int) -> int:
-    """Return the number of operations for orthogonalizing a matrix by Newton-Schulz iterations. With m ≤ n for its
-    sizes, an iteration consists of the products [m, n] · [n, m], [m, m] · [m, m] and [m, m] · [m, n]."""
+    """Return the number of operations for orthogonalizing a matrix by Newton-Schulz iterations. For dimensions m ≤ n,
+    each iteration consists of the products [m, n] · [n, m], [m, m] · [m, m] and [m, m] · [m, n]."""
     m, n = sorted((rows, columns))
     return NEWTON_SCHULZ_STEPS * 2 * (2 * m * m * n + m**3)

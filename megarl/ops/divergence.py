@@ -66,8 +66,8 @@ def plain_divergence(
 def divergence_of_log_probs(
     log_p: torch.Tensor, log_q: torch.Tensor, kind: DivergenceKind, beta: float = 0.5
 ) -> torch.Tensor:
-    """Return the divergence of each row, [N], between the student's and the teacher's distributions over C classes.
-    They are log-probs, [N, C] each. Classes with probability 0 must have finite log-probs, such as NEVER."""
+    """Return the divergence of each row, [N], between the student's and the teacher's distributions over C classes,
+    given as log-probs, [N, C] each. Classes with probability 0 must have finite log-probs, such as NEVER."""
     kind = _at_limits(kind, beta)
     if kind == "forward_kl":
         return _plain_kl(log_q, log_p)

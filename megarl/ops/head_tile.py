@@ -118,6 +118,6 @@ def pick(z: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def add_at(gradient: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-    """Add values[i, j] to gradient[i, columns[i, j]] if that column is in this tile. All of them are [n, m]."""
+    """Add values[i, j] to gradient[i, columns[i, j]] if that column is in this tile. Both inputs are [n, m]."""
     inside, columns = _inside(columns, gradient.shape[1])
     gradient.scatter_add_(1, columns, values * inside)

@@ -4,9 +4,9 @@ and the rest.
 Let T be the k tokens with the largest probability under the teacher at a position. The classes of the divergence are
 the tokens in T, and one class for all other tokens, with probability p_rest = 1 − Σ_{i∈T} p_i under the student and
 q_rest = 1 − Σ_{i∈T} q_i under the teacher. p and q are normalized over the full vocabulary, not over T. The divergence
-over these k + 1 classes is never negative and at most the one over the full vocabulary, which it equals if k is the
-vocabulary's size. A sum over T alone is no divergence: it can be negative, and probability that the student moves out
-of T costs nothing.
+over these k + 1 classes is never negative and never exceeds the one over the full vocabulary. The two are equal if k is
+the vocabulary's size. A sum over T alone is not a divergence: it can be negative, and the student can lower it by
+moving probability into T (forward KL) or out of T (reverse KL).
 
 T is the teacher's, as in SDFT (https://arxiv.org/abs/2601.19897) and TRL's server distillation. SDPO
 (https://arxiv.org/abs/2601.20802) has the same class for the rest, but T is the student's. The sampled token is in T
@@ -16,8 +16,8 @@ With the student's logits z, divided by the temperature:
 
     ∂ log p_i / ∂z_j = 1[i = j] − p_j        ∂ log p_rest / ∂z_j = 1[j ∉ T] · p_j / p_rest − p_j
 
-The tiles are those of linear_head.py. Tokens in T are masked in them, so that the sums run over the rest; p_rest is
-therefore exact even if the student is almost certain of the tokens in T.
+The tiles are those of linear_head.py. Tokens in T are masked in them, so the sums run over the rest. p_rest is
+therefore accurate even if the tokens in T have almost all of the student's probability.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megarl.ops.output_layer import Gradients, OutputLayer, held_tokens, is_shar
 from megarl.ops.top_tokens import TopTokens
 
 SMALLEST_LOG_PROB = -69.0
-"""Lower bound for the log-prob of the rest, about 1e-30. Below it, the rest has no gradient, and 1 / p_rest could
-overflow."""
+"""Lower bound for the log-prob of the rest, about 1e-30. Below it, 1 / p_rest could overflow, so the rest has no
+gradient."""
 
 
 def top_divergence(
@@ -53,8 +53,8 @@ def top_divergence(
     targets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the divergence of each token, float32 [N]. With `targets`, return each target's log-prob, the entropy of
-    the student's distribution over the full vocabulary, and the divergence, float32 [N, 3], at no additional matrix
-    product.
+    the student's distribution over the full vocabulary, and the divergence, float32 [N, 3], without additional matrix
+    products.
 
     Only the student has gradients; the teacher is constant. The other arguments are as in `divergence`.
 
@@ -94,7 +94,7 @@ def _over_classes(
 
 class _ListedHead(torch.autograd.Function):
     """Log-probs of targets, entropies, and the log-probs of k listed tokens and of all others, float32 [N, 2 + k + 1].
-    Ids below 0 are no tokens, and their columns must not have a gradient."""
+    Negative ids are not tokens, and their columns must not have a gradient."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, listed_ids, scale, vocab_size, process_group, logits_dtype):

@@ -33,7 +33,7 @@ class TopTokens:
     @classmethod
     def of(cls, ids: torch.Tensor, log_probs: torch.Tensor) -> TopTokens:
         """Return the tokens of a model that reports no other probabilities. The rest is 1 − Σ p, whose error is about
-        1e-7, so that a smaller rest becomes SMALLEST_REST."""
+        1e-7, so smaller values become SMALLEST_REST."""
         total = log_probs.double().exp().sum(-1)
         return cls(ids, log_probs, (1 - total).clamp(min=SMALLEST_REST).log().float())
 
@@ -49,8 +49,8 @@ class TopTokens:
         return cls(packed[:, :k].long(), packed[:, k : 2 * k], packed[:, 2 * k])
 
     def within(self, vocab_size: int) -> TopTokens:
-        """Return the tokens in a smaller vocabulary. All others count as part of the rest; their ids become −1, and
-        their log-probs NEVER."""
+        """Restrict the tokens to a smaller vocabulary. All other tokens count as part of the rest: their ids become −1,
+        and their log-probs NEVER."""
         is_known = self.ids < vocab_size
         others = self.log_probs.where(~is_known, NEVER)
         rest = torch.cat((others, self.rest[:, None]), -1).logsumexp(-1)
@@ -70,7 +70,7 @@ def top_tokens(
 ) -> TopTokens:
     """Return the min(k, vocab_size) most probable tokens at each position in descending order, without gradients.
 
-    The rest is a sum over the other tokens instead of 1 − Σ p, which would lose its digits for a confident model. The
+    The rest is a sum over the other tokens instead of 1 − Σ p, which would lose precision for a confident model. The
     other arguments are as in `log_prob_and_entropy`.
     """
     k = min(k, vocab_size)

@@ -44,7 +44,7 @@ COPIES_SHARE = 0.25
 half of the memory. A run whose copies take more makes none. See Recovery.fits."""
 
 COPIES, SPARES = "copies in shared memory", "spare processes"
-"""Purposes of host memory that serve to replace lost ranks."""
+"""Purposes of the host memory used for replacing lost ranks."""
 
 
 def phase_loads(config: Config, models: Models, workload: Workload, cluster: Cluster) -> list[Load]:
@@ -325,16 +325,16 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
 
 
 def copies_bytes(config: Config, models: Models, cluster: Cluster) -> float:
-    """Return the shared memory in bytes of the copies of the trained models' state on the fullest node: two per rank,
-    each of the size that the rank writes to a checkpoint. With a spare node, each rank also keeps those of another
-    one."""
+    """Return the bytes of shared memory for copies of the trained models' state on the fullest node: two per rank, each
+    as large as the rank's part of a checkpoint. This excludes the copies that each rank also keeps for another rank if
+    there is a spare node."""
     ranks = min(cluster.num_gpus, cluster.gpus_per_node)
     sizes = (max_saved_bytes(config, config.placed(role).layout, model) for role, model in models.trained.items())
     return 2 * ranks * sum(sizes)
 
 
 def host_memory(cluster: Cluster) -> float:
-    """Return the bytes of host memory of a node, or of its part that belongs to the cluster's GPUs."""
+    """Return a node's host memory in bytes. If the cluster has fewer GPUs than a node, return only their share."""
     return cluster.gpu.host_gib * GIB * min(cluster.num_gpus, cluster.gpus_per_node)
 
 

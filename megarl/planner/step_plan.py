@@ -144,7 +144,8 @@ class StepPlan:
         loads: memory load of the fullest GPU in each phase.
         host: bytes in a node's host memory, keyed by purpose.
         save: time of a checkpoint save, or None if the recipe saves no checkpoints.
-        copies: bytes of shared memory on the fullest node that copies of the trained models' state take or would take.
+        copies: bytes of shared memory for copies of the trained models' state on the fullest node, even if none are
+            made.
     """
 
     config: Config

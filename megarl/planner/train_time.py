@@ -248,9 +248,9 @@ def _optimizer(layout: Layout, held: RankParameters, cluster: Cluster, host_shar
 
 
 def _muon(layout: Layout, held: RankParameters, cluster: Cluster) -> float:
-    """Return the seconds that an update with Muon takes in addition to those of `_optimizer`. The ranks of a pipeline
-    stage orthogonalize different matrices at the same time. For each element in its shard, a rank sends the momentum
-    and, as the owner of other matrices, the update, 4 bytes each."""
+    """Return the seconds that Muon adds to those of `_optimizer` in an update. The ranks of a pipeline stage
+    orthogonalize different matrices at the same time. For each element in its shard, a rank sends the momentum and, as
+    the owner of other matrices, the update, 4 bytes each."""
     ranks = layout.tp * layout.cp * layout.dp
     products = _share(layout, held.muon_flops, held.muon_expert_flops) / (cluster.gpu.tflops * 1e12 * DENSE_SHARE)
     sent = 8 * _share(layout, held.muon, held.muon_experts) * (ranks - 1) / ranks

@@ -1,4 +1,4 @@
-"""Teachers' prompts with the feedback that reward functions return (SDPO, https://arxiv.org/abs/2601.20802)."""
+"""Prompts for teachers with feedback from reward functions (SDPO, https://arxiv.org/abs/2601.20802)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class FeedbackPrompts:
-    """Adds the feedback on samples to their prompts, until `take` is called.
+    """Collects prompts with feedback on their samples until `take` is called.
 
     Args:
         functions: the reward functions whose feedback teachers see.
-        folder: the actor's folder, with its tokenizer.
+        folder: the actor's model folder, which contains the tokenizer.
     """
 
     def __init__(self, functions: Collection[str], data: Data, folder: Path):

@@ -66,7 +66,7 @@ def append_rollouts(
 
     Args:
         texts_of: returns the text of each token in a text sample, or None.
-        feedback: the text that reward functions returned, by sample id and function.
+        feedback: the feedback that reward functions returned, by sample id and function.
     """
     images = write_images(path, scored)
     rows = (
@@ -183,7 +183,7 @@ def _token_ids(sample: Sample) -> dict[str, list[int]]:
 
 def _mask_field(sample: Sample) -> dict[str, list[int]]:
     """Return a run-length encoding of the mask: lengths of alternating runs of trained and untrained tokens, trained
-    first. A single response without untrained tokens has none."""
+    first. Empty for a single response without untrained tokens."""
     mask = sample.response_mask
     if sample.episode is None and mask.all():
         return {}

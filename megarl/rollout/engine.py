@@ -56,7 +56,7 @@ class SamplingRequest(Sampling):
 
     Attributes:
         group_seed: seed for the environment's random draws; it is equal for all rollouts of a prompt in a step.
-        prefix: token ids with which the completion's response starts.
+        prefix: token ids at the start of the response, which are not sampled.
     """
 
     sample_id: str

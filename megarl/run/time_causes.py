@@ -39,8 +39,8 @@ LOST_WITH_STEP = (*KEPT, "evaluation")
 """Causes that become `repeated` if their step is repeated."""
 
 DETECT, RECOVER, MOVE, REPEAT = "detect", "recover", "move", "repeat"
-"""Prefixes of the driver's tasks in the trace while it detects a failure, while it replaces lost processes, while it
-moves processes to a spare node, after which no work is repeated, and while it trains earlier steps again."""
+"""Prefixes of the driver's tasks in the trace: detecting a failure, replacing lost processes, moving processes to a
+spare node (after which no work is repeated), and training earlier steps again."""
 
 SAVE, ROLLOUT, TRAIN = "save", "rollout", "train"
 PHASES = {SAVE: "checkpoint", "copy": "checkpoint", "evaluation": "evaluation", "reward": "reward", "refit": "refit"}

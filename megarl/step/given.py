@@ -1,4 +1,4 @@
-"""Given responses: some prompts are trained with the responses in the data (Agarwal et al. 2024,
+"""Given responses: some prompts are trained on the responses in the data (Agarwal et al. 2024,
 https://arxiv.org/abs/2306.13649)."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megarl.step.state import PendingPrompt
 
 
 def is_given(config: Config, item: PendingPrompt) -> bool:
-    """Return whether the prompt is trained with its given response. The decision is drawn from run.seed and the
-    number of the draw, so a resumed run and restarted rollouts repeat it."""
+    """Return whether the prompt is trained on its given response. The decision depends only on run.seed and the number
+    of the draw, so resumed runs and restarted rollouts repeat it."""
     if not config.trains_given_responses:
         return False
     drawn = random.Random(f"{config.run.seed}.given.{item.draw}").random()

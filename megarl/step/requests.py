@@ -55,8 +55,7 @@ def requests(
 
 
 def _prefix(config: Config, number: int, i: int, response: GivenResponse) -> tuple[int, ...]:
-    """Return the tokens with which the responses to a step's prompt i start. At least one token is sampled. The token
-    after the prefix is the assistant's, because the policy must not continue a user's message or a tool's result."""
+    """Return the first tokens of all responses to a step's prompt i. They leave at least one token to sample."""
     num_tokens = len(response.token_ids)
     longest = min(int(config.rollout.prefix_share * num_tokens), num_tokens - 1)
     lengths = [n for n in range(longest + 1) if n == 0 or response.mask[n]]

@@ -1,5 +1,5 @@
-"""Divergences of distributions from teachers as a loss, exact and over the teacher's most probable tokens, in every
-layout, against full logits of transformers models."""
+"""Divergences from teachers as a loss, both exact and over the teacher's most probable tokens, in every layout,
+compared with full logits of transformers models."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def scale(weights: Iterable[torch.Tensor], factor: float) -> None:
 
 
 def plain_update_from_itself(folder: Path, kind: str) -> Expected[Distilled]:
-    """Return the expected result, with one model per teacher. Each row of a sample is its response token's, after
+    """Return the expected result, with one model per teacher. The rows of a sample are its response tokens, after
     either prompt."""
 
     def compute() -> Distilled:
@@ -329,7 +329,7 @@ def plain_update_from_itself(folder: Path, kind: str) -> Expected[Distilled]:
     ],
 )
 def test_divergence_from_the_policy_itself_matches_full_logits(folders, student, layout, kind):
-    """Both self-teachers see privileged prompts. Their weights are those at the start of the step."""
+    """Both self-teachers see privileged prompts, and use the weights at the start of the step."""
     models = [
         "{name: policy, prompt_column: hint}",
         "{name: average, prompt_column: hint, weights: reference, weight: 0.5}",

@@ -146,8 +146,8 @@ def test_offloaded_state_is_copied(model: Path, tmp_path: Path) -> None:
 
 
 def copy_slowly(store, rank: int, config: Config, model: Path, folder: Path) -> Any:
-    """Hold the thread that copies the state until a call waits for it, and take an update after that call. Return
-    whether the copy existed while it was held, and whether it has the weights before the update."""
+    """Hold the thread that copies the state until a call waits for it, then run an update. Return whether the copy
+    existed while the thread was held, and whether it contains the weights before the update."""
     worker = ActorWorker(config, model, rank, store, threads=1)
     actor = TrainerRank.__new__(TrainerRank)
     actor._batches, actor._worker = FetchedBatches(), worker

@@ -142,8 +142,8 @@ def test_interrupted_delivery_keeps_the_earlier_copy(model: Path, tmp_path: Path
 
 
 def deliver_to_full_memory(store, rank: int, config: Config, model: Path, root: Path, nodes: Sequence[int]) -> Any:
-    """Deliver copies while the memory of rank 1's node is full, first for the copy that it keeps, then for the record
-    of its own copy, and again when it has room. Return the problems."""
+    """Deliver copies while the memory of rank 1's node has no room for the copy that it keeps, then no room for the
+    record of its own copy, and finally has room for both. Return the problems."""
     worker, folder = ActorWorker(config, model, rank, store, threads=1), folder_of(nodes[rank], root)
     worker.copy_state(1, folder)
     worker.wait_until_copied()

@@ -1,4 +1,5 @@
-"""Divergences over the teacher's most probable tokens with sharded weights against full logits of the whole weights."""
+"""Divergences over the teacher's most probable tokens: sharded weights compared with full logits of the whole
+weights."""
 
 from functools import partial
 
@@ -13,8 +14,8 @@ from tests.forked import run_ranks
 from tests.top_divergence_case import plain, plain_tokens, tiled, tiled_tokens
 
 SIZES = [(100, 102, 120), (100, 180, 102), (7, 12, 18)]
-"""Vocabulary size, and the rows of the student's and the teacher's weight. In the second one, the third rank holds only
-padding of the student's; in the third one, a rank holds fewer tokens than k."""
+"""Vocabulary size, and the rows of the student's and the teacher's weight. In the second case, the third rank holds
+only padding of the student's weight; in the third case, a rank holds fewer than k tokens."""
 VARIANTS = [(sizes, k, kind) for sizes in SIZES for k, kind in ((5, "reverse_kl"), (1, "forward_kl"), (40, "jsd"))]
 
 

@@ -78,7 +78,7 @@ def kill_a_rank(run: Run, step: int, generator: random.Random) -> None:
 
 
 def test_killed_ranks_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    """Ranks are killed after steps 1, 6 and 8, but copied only after steps 5 and 10."""
+    """Ranks are killed after steps 1, 6 and 8, but their state is copied only after steps 5 and 10."""
     generator = random.Random(7)
     with Run(recipe, tmp_path, *KEYS, f"run.steps={STEPS}", "cluster.copy_every_steps=5") as run:
         run.wait_until(lambda: "refit: first refit" in run.output)

@@ -152,7 +152,7 @@ def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers,
     assert first["policy/loss"] == pytest.approx(first["policy/nll"] + 10 * first["kl/teacher_large"], rel=1e-4)
 
 
-def test_self_distillation_trains_given_responses(series, model, tmp_path):
+def test_self_distillation_trains_on_given_responses(series, model, tmp_path):
     """The metric equals the forward KL between transformers' distributions after either prompt, averaged
     over the tokens of sampled and given responses."""
     hints = {f"{a}+{a}=": f"{a}+{a}={2 * a}. {a}+{a}=" for a in range(8)}
@@ -195,7 +195,7 @@ def check(prompt, response, answer):
 
 def test_feedback_on_continued_prefixes_is_the_hint(series, model, tmp_path):
     """Samples start with a prefix of the given response, which is not trained on. The advantages of the first step
-    equal log p_told − log p of transformers, where the teacher is told the feedback on the sample, if any."""
+    equal log p_told − log p of transformers, where the teacher sees the feedback on the sample, if any."""
     rows = [{"prompt": f"{a}+{a}=", "answer": None, "solution": f"1{a}2{a}3{a}"} for a in range(8)]
     data, functions = tmp_path / "rows.jsonl", tmp_path / "functions.py"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -187,7 +187,7 @@ class RewardWorker:
         return required, put_scores(by_token)
 
     def take_feedback(self) -> dict[str, Scores]:
-        """Return references to the prompts with feedback on the samples scored since the last call, int32 [P], by
+        """Return references to prompts with feedback on the samples scored since the last call, int32 [P], by
         function."""
         return {name: put_scores(prompts) for name, prompts in self._feedback.take().items()}
 
@@ -362,8 +362,8 @@ class RewardGroup(WorkerGroup):
         return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path))
 
     def take_feedback(self) -> Pending[dict[str, Scores]]:
-        """Return references to the prompts with feedback on the samples scored since the last call, int32 [P], by
-        reward function."""
+        """Return references to prompts with feedback on the samples scored since the last call, int32 [P], by reward
+        function."""
         return self._take_feedback.on_first()
 
     def evaluate(self, samples: Sequence[SampleRef], name: str, version: int, file: Path) -> Pending[list[Score]]:

@@ -26,7 +26,7 @@ from megarl.rollout.router import Aborted, completed
 
 
 class ScoringEngineActor(VllmActor):
-    """One engine. Its worker has a method `scores`, which returns a tensor for each sample."""
+    """One scoring engine. Its worker's method `scores` returns a tensor for each sample."""
 
     def _put_scores(self, samples: Sequence[Sample]) -> Scores:
         scores = self._worker.scores(samples) if samples else []
@@ -59,7 +59,7 @@ class ScoringEngineGroup(ReplicaGroup):
         start: Callable[[ActorHandle, Sequence[SampleRef]], ray.ObjectRef],
     ) -> Pending[Scores]:
         """Score the samples with this method. Samples of a prompt go to the same engine. If an engine is lost, its
-        samples are scored again. `phase`: as in `_route`. `start` starts the call that scores samples on an engine."""
+        samples are scored again. `phase`: as in `_route`. `start` submits a call that scores samples on an engine."""
         if not samples:
             return ready({})
         self.rejoin_restarted(phase)

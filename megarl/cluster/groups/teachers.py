@@ -41,7 +41,7 @@ class ScoredPrompts:
         privileged: prompt id -> token ids that replace the prompt's for the teacher, int32 [P]; None: the teacher sees
             the prompt itself.
         checksums: prompt id -> checksum of the prompt's own token ids; None without privileged prompts.
-        context_length: maximum number of tokens of a sample with a privileged prompt.
+        context_length: maximum number of tokens in a sample whose prompt is replaced; 0 before `select`.
     """
 
     teacher: Teacher
@@ -71,11 +71,12 @@ class ScoredPrompts:
     def chosen(
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> tuple[list[SampleRef], dict[str, Replacement]]:
-        """Return the samples of these prompts, and the token ids that replace their prompts, by sample id; empty if the
-        teacher sees the samples' own prompts. With privileged prompts, leave out samples that do not start with the
-        row's prompt or would exceed rollout.context_length. Raise a UserError if the first sample of a rollout does not
-        start with it. `feedback`: references to prompts with feedback, int32 [P], by reward function and sample id. If
-        the teacher sees feedback, leave out samples without any."""
+        """Return the samples that the teacher scores, and the token ids that replace their prompts, by sample id; empty
+        if the teacher sees the samples' own prompts. Omit samples that would exceed rollout.context_length with the
+        replaced prompt. If the teacher sees feedback, also omit samples without feedback. If it sees privileged
+        prompts, omit samples that do not start with the row's prompt, and raise a UserError if the first sample of a
+        rollout does not start with it. `feedback`: references to prompts with feedback, int32 [P], by reward function
+        and sample id."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
         privileged: dict[str, Replacement] = {}
         if self.teacher.feedback is not None:
@@ -91,8 +92,8 @@ class ScoredPrompts:
     def batches(
         self, samples: Sequence[SampleRef], packing: Packing, feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> list[RankBatch]:
-        """Return each data-parallel rank's batch for a pass over the chosen samples, or an empty list without such
-        samples."""
+        """Return each data-parallel rank's batch for a pass over the samples that the teacher scores; empty if there
+        are none."""
         own, privileged = self.chosen(samples, feedback)
         if not privileged:
             return RankBatch.split(own, packing) if own else []
@@ -205,7 +206,7 @@ def _config_of(config: Config, teacher: Teacher) -> Config:
 
 
 PlacedTeacher = TeacherGroup | TeacherEngineGroup
-"""A teacher with processes of its own."""
+"""A teacher with its own processes."""
 
 
 class SelfTeacher:
@@ -232,6 +233,6 @@ def scores_in_turn(
     samples: Sequence[SampleRef],
     feedback: Mapping[str, Scores] = MappingProxyType({}),
 ) -> dict[str, Scores]:
-    """Return each teacher's scores keyed by Teacher.scores. Teachers share devices, so they compute one after another.
+    """Return each teacher's scores keyed by Teacher.scores. Teachers share devices, so they run one after another.
     `feedback`: as in ScoredPrompts.chosen."""
     return {teacher.scores: teacher.score_tokens(samples, feedback).result() for teacher in teachers}

@@ -142,7 +142,7 @@ class TrainerActor(TrainerRank):
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _ranks_with_copy(names: Sequence[str], step: int) -> set[str]:
-    """Return the names of the ranks whose copies after `step` are on the node on which this task runs."""
+    """Return the names of the ranks whose copies after `step` are on this task's node."""
     folder = make_memory_folder(own_scratch())
     return {name for name in names if slot_of(folder, name, step) is not None}
 
@@ -305,19 +305,19 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="checkpoint", join=_first_problem)
     def copy_state(self, step: int) -> str:
-        """Start to copy each rank's state after `step` to its node's shared memory, from which a replacement process
-        can restore it. The result is "" or describes a rank whose node's shared memory is full. The ranks' next call
-        starts when the state is copied, unless it is in DURING_COPY."""
+        """Start copying each rank's state after `step` to its node's shared memory, from which a replacement process
+        can restore it. The result is "" or describes a rank whose node's shared memory is full. The next call on a rank
+        waits until its state is copied, unless the method is in DURING_COPY."""
         ...
 
     @remote(timeout="checkpoint")
     def deliver_copies(self, step: int, keepers: Sequence[int]) -> None:
-        """Start to deliver each rank's copy of the state after `step` to its keeper. See core.partners.keepers."""
+        """Start delivering each rank's copy of the state after `step` to its keeper. See core.partners.keepers."""
 
     @remote(timeout="checkpoint", join=_first_problems)
     def finish_copies(self, waits: bool) -> tuple[str, str] | None:
-        """Return, for the latest copies and for their delivery, a result like that of `copy_state`. If some are not
-        complete, wait for them or, unless `waits`, return None."""
+        """Return the results of the latest copies and of their delivery, each as in `copy_state`. If any are
+        incomplete, wait for them or, unless `waits`, return None."""
         ...
 
     @remote(timeout="checkpoint")

@@ -80,8 +80,8 @@ class RankParameters:
         constant_experts: number of those in routed experts.
         muon: number of parameters that Muon updates.
         muon_experts: number of parameters in routed experts that Muon updates.
-        muon_flops: operations for orthogonalizing Muon's matrices in an update, times the fraction of each matrix that
-            the rank holds.
+        muon_flops: operations per update for orthogonalizing Muon's matrices, weighted by the fraction of each matrix
+            that the rank holds.
         muon_expert_flops: the part of muon_flops for routed experts.
     """
 
@@ -210,8 +210,8 @@ def stage_memory(
 
 
 def _muon_flops(hf_config: Mapping[str, Any], holder: Holder, names: Sequence[str]) -> dict[str, float]:
-    """Return the operations for orthogonalizing the checkpoint matrices in these parameters, by parameter, times the
-    fraction of each matrix that the parameter contains."""
+    """Return the operations for orthogonalizing the checkpoint matrices in these parameters, by parameter, weighted by
+    the fraction of each matrix that the parameter contains."""
     if not names:
         return {}
     shapes, pieces = huggingface_holder(hf_config).shapes, holder.shard.by_parameter()

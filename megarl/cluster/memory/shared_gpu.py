@@ -193,7 +193,7 @@ def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -
 
 
 def teacher_parts(config: Config, teachers: Mapping[str, Mapping[str, Any]], gpu: int) -> dict[str, float]:
-    """Return the bytes of the teachers that stay on a GPU while other models or engines compute there, by their name.
+    """Return the bytes that teachers keep on a GPU while other models or engines compute there, by part.
 
     Args:
         teachers: config.json of each teacher by name.
@@ -214,7 +214,7 @@ def teacher_parts(config: Config, teachers: Mapping[str, Mapping[str, Any]], gpu
 def scoring_engine_parts(
     config: Config, name: str, settings: RewardModel | Teachers, hf_config: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the bytes of an engine's weights and KV cache, which stay on its GPUs. `name`: of the model."""
+    """Return the bytes of an engine's weights and KV cache, which stay on its GPUs. `name`: the model's name."""
     weights = huggingface_holder(hf_config, config.model.dtype).shard.num_bytes / settings.layout.tp
     return {f"{name}: weights": weights, f"{name}: KV cache": settings.kv_cache_gib * GIB}
 

@@ -64,8 +64,8 @@ def prefixes_begin_single_responses(config: Config) -> Iterator[str]:
     }
     if (reason := next((key for key, applies in reasons.items() if applies), None)) is not None:
         yield (
-            f"rollout.prefix_share={config.rollout.prefix_share:g}: with {reason}, no single text response is sampled "
-            "for a prompt. Fix: set rollout.prefix_share=0"
+            f"rollout.prefix_share={config.rollout.prefix_share:g}: prefixes require rollouts that consist of a single "
+            f"text response, which {reason} does not support. Fix: set rollout.prefix_share=0"
         )
 
 

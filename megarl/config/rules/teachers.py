@@ -64,8 +64,8 @@ def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
         if teacher.path is None and teacher.prompt_column is None and teacher.feedback is None:
             yield (
                 f"teachers.models: {teacher.name} with path=null and prompt_column=null: the teacher would see the "
-                "same prompts as the actor. Fix: set path, set prompt_column to a column with prompts that contain a "
-                "hint, or set feedback to a reward function. For a KL to the reference, set algorithm.kl.coefficient"
+                "same prompts as the actor. Fix: set path, set prompt_column to a column whose prompts contain a hint, "
+                "or set feedback to a reward function. For a KL to the reference, set algorithm.kl.coefficient"
             )
 
 
@@ -87,9 +87,10 @@ def feedback_comes_from_a_reward_function(config: Config) -> Iterator[str]:
     names = [entry.label for entry in config.rewards.functions]
     for teacher in config.teachers.models:
         if teacher.feedback is not None and teacher.feedback not in names:
+            fix = f"use one of {', '.join(names)}" if names else f"add {teacher.feedback} to rewards.functions"
             yield (
                 f"teachers.models: {teacher.name} with feedback={teacher.feedback}: rewards.functions has no function "
-                f"with this name. Fix: use one of {', '.join(names) or 'its functions'}"
+                f"with this name. Fix: {fix}"
             )
 
 
@@ -98,8 +99,8 @@ def feedback_is_the_only_addition(config: Config) -> Iterator[str]:
         if teacher.feedback is not None and teacher.prompt_column is not None:
             yield (
                 f"teachers.models: {teacher.name} with feedback={teacher.feedback} and prompt_column="
-                f"{teacher.prompt_column}: the feedback is added to the row's own prompt. Fix: remove one of the two "
-                "keys, or add a second teacher"
+                f"{teacher.prompt_column}: feedback is appended to the row's own prompt. Fix: remove one of the two "
+                "keys, or use a separate teacher for each"
             )
 
 
@@ -135,7 +136,7 @@ def teachers_in_vllm_use_only_tp_and_dp(config: Config) -> Iterator[str]:
             where = "teachers.layout" if teacher.layout is None else "its layout"
             yield (
                 f"teachers.models: {teacher.name} with engine=vllm: teachers in vLLM support only tp and dp, but "
-                f"{where} has {', '.join(assignments)}. Fix: set layout={{tp: {layout.tp}, dp: {layout.dp}}} for "
+                f"{where} sets {', '.join(assignments)}. Fix: set layout={{tp: {layout.tp}, dp: {layout.dp}}} for "
                 f"{teacher.name}, or set engine=megatron"
             )
 
@@ -152,14 +153,14 @@ def teachers_in_vllm_return_log_probs(config: Config) -> Iterator[str]:
             )
         if top_k is not None:
             yield (
-                f"{entry}: vLLM normalizes the log-probs of given tokens over the full vocabulary, but the actor's "
-                f"refer to the candidate tokens of rollout.top_k={top_k}. Fix: set rollout.top_k=null and "
-                "rollout.top_p=1, or set engine=megatron"
+                f"{entry}: vLLM normalizes log-probs over the full vocabulary, but the actor's are normalized over the "
+                f"candidate tokens of rollout.top_k={top_k}. Fix: set rollout.top_k=null and rollout.top_p=1, or set "
+                "engine=megatron"
             )
 
 
 def _in_vllm(config: Config) -> list[tuple[Teacher, Layout]]:
-    """Return the teachers in vLLM, and their layouts."""
+    """Return the teachers in vLLM with their layouts."""
     teachers = config.teachers
     return [(teacher, teachers.layout_of(teacher)) for teacher, _ in config.placed_teachers if teacher.engine == "vllm"]
 
@@ -201,7 +202,7 @@ def _with_column(teacher: Teacher) -> str:
 def given_responses_need_a_column(config: Config) -> Iterator[str]:
     if config.trains_given_responses and not config.is_offline and config.data.response_column is None:
         yield (
-            f"{_share(config)}: the other prompts need responses, but data.response_column=null. Fix: set "
+            f"{_share(config)}: the remaining prompts need responses, but data.response_column=null. Fix: set "
             "data.response_column to a column with a response to each prompt"
         )
 
@@ -220,14 +221,14 @@ def given_responses_have_no_rewards(config: Config) -> Iterator[str]:
     estimator = config.algorithm.advantage.estimator
     if config.has_rewards:
         yield (
-            f"{_share(config)}: given responses are trained only with the divergence from the teachers, but the run "
-            "has rewards. Fix: set rewards.functions=[] and remove other rewards, or set "
+            f"{_share(config)}: the only loss on given responses is the divergence from the teachers, but the run has "
+            "rewards. Fix: set rewards.functions=[] and remove other rewards, or set "
             "algorithm.distillation.on_policy_share=1"
         )
     elif estimator != "policy_gradient":
         yield (
-            f"{_share(config)}: without rewards, algorithm.advantage.estimator={estimator} has no effect on the "
-            "samples, and given responses have no group. Fix: set algorithm.advantage.estimator=policy_gradient"
+            f"{_share(config)}: without rewards, algorithm.advantage.estimator={estimator} has no effect, and given "
+            "responses have no group. Fix: set algorithm.advantage.estimator=policy_gradient"
         )
 
 
@@ -256,8 +257,8 @@ def divergence_of_distributions_is_in_the_loss(config: Config) -> Iterator[str]:
     key, distillation = "algorithm.distillation", config.algorithm.distillation
     if not distillation.is_sampled and distillation.placement != "loss":
         yield (
-            f"{key}.divergence={distillation.divergence}: a divergence of distributions must be a loss, because an "
-            f"advantage applies only to the sampled token. Fix: set {key}.placement=loss, or set "
+            f"{key}.divergence={distillation.divergence}: a divergence between distributions must be part of the "
+            f"loss, because an advantage applies only to the sampled token. Fix: set {key}.placement=loss, or set "
             f"{key}.divergence=sampled"
         )
 
@@ -266,9 +267,9 @@ def divergence_of_distributions_covers_the_vocabulary(config: Config) -> Iterato
     distillation, top_k = config.algorithm.distillation, config.rollout.top_k
     if not distillation.is_sampled and top_k is not None:
         yield (
-            f"algorithm.distillation.divergence={distillation.divergence}: it needs the full vocabulary, but "
-            f"rollout.top_k={top_k} limits the policy to candidate tokens. Fix: set rollout.top_k=null and "
-            "rollout.top_p=1, or set algorithm.distillation.divergence=sampled"
+            f"algorithm.distillation.divergence={distillation.divergence}: this divergence needs the full "
+            f"vocabulary, but rollout.top_k={top_k} limits the policy to candidate tokens. Fix: set rollout.top_k=null "
+            "and rollout.top_p=1, or set algorithm.distillation.divergence=sampled"
         )
 
 

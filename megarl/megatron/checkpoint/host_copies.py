@@ -172,8 +172,8 @@ def begin(
     counters: Mapping[str, float],
     on_device: OnDevice,
 ) -> Callable[[], None]:
-    """Reserve the memory for a copy of this rank's state after `step`, and take its counters and RNG states. Return a
-    function that copies the tensors, which any thread may call once. The copy exists when the function has returned.
+    """Reserve the memory for a copy of this rank's state after `step`, and record its counters and RNG states. Return a
+    function that copies the tensors; any thread may call it, once. The copy is complete when the function returns.
     Until then, the state must neither change nor move. For the arguments, see `sharded.save`."""
     others = _others(chunks, weight_snapshots)
     values = {"counters": dict(counters), "random": _encoded(random_state.capture())}

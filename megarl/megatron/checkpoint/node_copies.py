@@ -29,10 +29,10 @@ class NodeCopies:
     """One rank's access to the copies on its node. A copy has the same file names on every node, and ranks exchange
     them over their own gloo group.
 
-    A thread fills this rank's copy and delivers it to its keeper, while the rank computes. It has its own process
-    group, because collectives of two threads on one group could be paired wrongly. The state itself is not buffered a
-    second time: the rank waits for the copy (`wait_until_copied`) before it changes or moves the state. It need not
-    wait for the delivery, which only reads the copy."""
+    While the rank computes, a thread fills its copy and delivers it to its keeper. The thread has its own process
+    group, because collectives from two threads on the same group could be matched incorrectly. The state is not
+    buffered a second time: the rank waits for the copy (`wait_until_copied`) before it changes or moves the state. It
+    need not wait for the delivery, which only reads the copy."""
 
     def __init__(self, folder: Path, role: str, rank: int, store: Store, timeout_s: float):
         """`folder` is a private folder in shared memory, and `store` that of the rank's process group."""
@@ -56,7 +56,7 @@ class NodeCopies:
         wait([self._copied])
 
     def deliver(self, step: int, keepers: Sequence[int]) -> None:
-        """Start to send this rank's copy after `step` to its keeper, and to store the copies that it receives as a
+        """Start sending this rank's copy after `step` to its keeper, and storing the copies that it receives as a
         keeper. Collective over all ranks, after `start`. `keepers` lists each rank's keeper, and is empty if no copies
         are kept."""
         self._delivered = self._thread.submit(self._deliver, step, deliveries(keepers))
@@ -67,12 +67,12 @@ class NodeCopies:
         return self._copied.done() and self._delivered.done()
 
     def finish(self) -> tuple[str, str]:
-        """Wait for the latest copy and its delivery. Return, for each of them, "" or a description of the full shared
-        memory. Raise any other error."""
+        """Wait for the latest copy and its delivery. For each of them, return "", or the error if shared memory is
+        full. Raise any other error."""
         return _problem(self._copied), _problem(self._delivered)
 
     def discard_after(self, step: int) -> None:
-        """Discard the copies of all ranks on this node after later steps. These steps are trained again, and their new
+        """Discard the copies after later steps of all ranks on this node. These steps are trained again, and their new
         copies must not be mixed with the old ones."""
         for rank in range(dist.get_world_size()):
             self._of(rank).discard_after(step)
@@ -95,7 +95,7 @@ class NodeCopies:
 
     @cached_property
     def _group(self) -> ProcessGroupGloo:
-        # A wait for another rank's address blocks all other threads that use the same connection to the store.
+        # Waiting for another rank's address blocks all other threads that use the same connection to the store.
         shared: Any = self._store  # torch's stubs lack `clone`
         store = PrefixStore("copies", shared.clone())
         return gloo_group(store, self._timeout, self._rank, dist.get_world_size())
@@ -134,7 +134,7 @@ class NodeCopies:
             self._swap(MEMORY, memories, received)
 
     def _gathered(self, value: Any) -> list[Any]:
-        """Return the value of every rank. Values are written as JSON."""
+        """Return the value of every rank. Values are serialized as JSON."""
         text = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
         sizes = [int(size) for size in self._gathered_tensors(torch.tensor([len(text)]))]
         padded = torch.nn.functional.pad(text, (0, max(sizes) - len(text)))

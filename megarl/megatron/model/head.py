@@ -1,6 +1,6 @@
 """Output layer of the last stage. For the requested rows in a pack, it returns the target tokens' log-probs, the
-entropies and, if requested, the divergences from teachers, or a classifier's scores. A teacher's layer returns what its
-divergence needs. No logits are returned."""
+entropies and, if requested, the divergences from teachers, or a classifier's scores. In a teacher, it returns hidden
+states or the most probable tokens if the divergence needs them. It never returns logits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class HeadRequest:
 
 @dataclass(frozen=True, slots=True)
 class TeacherDivergence:
-    """How the head computes the divergence from teachers.
+    """The divergence from teachers that the head computes.
 
     Attributes:
         kind, beta: as in ops.divergence.
@@ -186,7 +186,7 @@ class LogProbHead(ColumnParallelLinear):
     ) -> torch.Tensor:
         """Return the result of `divergence` for this teacher's hidden states, or that of `top_divergence` for its most
         probable tokens."""
-        assert self.teachers is not None, "the head does not know the kind of divergence"
+        assert self.teachers is not None, "the head has no divergence. Call prepare_divergence first"
         options = (
             self.teachers.kind,
             self.temperature,

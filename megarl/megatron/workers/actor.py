@@ -171,8 +171,8 @@ class ActorWorker(TrainerWorker):
 
     def score_as_teacher(self, teacher: str, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Run the forward-only pass of a teacher without a path, without replayed routes, on samples with privileged
-        prompts. Return the scores of TeacherWorker.score_tokens. For an exact divergence, keep the output layer's
-        weight until the next pass. One rank per data-parallel replica returns the scores."""
+        prompts. Return the same scores as TeacherWorker.score_tokens. For an exact divergence, keep a copy of the
+        output layer's weight until the next pass. One rank per data-parallel replica returns the scores."""
         models, distillation = self._config.teachers.models, self._config.algorithm.distillation
         number = next(index for index, model in enumerate(models) if model.name == teacher)
         policy = "reference" if models[number].weights == "reference" else "old"
@@ -219,7 +219,8 @@ class ActorWorker(TrainerWorker):
 
     def _dispatched(self, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
         """Return the scores from other models. With a sampled divergence, each teacher has an entry, even if it scored
-        none of this rank's samples. What the head needs for other divergences is not included."""
+        none of this rank's samples. The hidden states or most probable tokens for other divergences are not
+        included."""
         scores = super()._dispatched(batch)
         if self._config.compares_distributions:
             return {name: values for name, values in scores.items() if not name.startswith(TEACHER)}

@@ -245,7 +245,7 @@ class TrainerWorker(WeightSource, ABC):
         return host_copies.num_bytes(self.chunks, self.optimizer, self._weight_snapshots)
 
     def copy_state(self, step: int, folder: Path) -> None:
-        """Start to copy the state after `step` to the run's folder in shared memory, which outlives this process. See
+        """Start copying the state after `step` to the run's folder in shared memory, which outlives this process. See
         `wait_until_copied` and `finish_copies`."""
         copies = self._copies_in(folder)
         copy = host_copies.begin(
@@ -258,28 +258,27 @@ class TrainerWorker(WeightSource, ABC):
             self._offload.on_device,
         )
         copies.start(copy)
-        if self._offload.holds_state:  # the copy moves it to the device, where engines may soon need the memory
+        if self._offload.holds_state:  # copying moves it to the device, where engines may soon need the memory
             copies.wait_until_copied()
 
     def wait_until_copied(self) -> None:
-        """Wait until the state may change or move, because no thread is copying it any more."""
+        """Wait until no thread is copying the state, so that it may change or move."""
         if self._copies is not None:
             self._copies.wait_until_copied()
 
     def deliver_copies(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
-        """Start to deliver the copy of the state after `step` to its keeper on another node. See
-        NodeCopies.deliver."""
+        """Start delivering the copy of the state after `step` to its keeper on another node. See NodeCopies.deliver."""
         self._copies_in(folder).deliver(step, keepers)
 
     def finish_copies(self, waits: bool) -> tuple[str, str] | None:
-        """Return the problems of the latest copy and of its delivery, as NodeCopies.finish does. If they are not
-        complete, wait for them or, unless `waits`, return None."""
+        """Return the result of NodeCopies.finish for the latest copy and its delivery. If they are incomplete, wait for
+        them or, unless `waits`, return None."""
         if self._copies is None:
             return "", ""
         return self._copies.finish() if waits or self._copies.is_finished else None
 
     def discard_copies(self, folder: Path) -> None:
-        """Discard all copies of this model on this node, before the ranks start from their initial state again."""
+        """Discard all copies of this model on this node, before the ranks start again from their initial state."""
         self._copies_in(folder).discard_after(0)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def teacher_engine_has_a_position_left(config: Config, placed: Placed, hf: Mappi
     (key, context), positions = config.context_of(placed), hf["max_position_embeddings"]
     if context + 1 > positions:
         yield (
-            f"{key}={context}: with engine=vllm, the teacher needs one position more, but it has {positions} "
+            f"{key}={context}: with engine=vllm, the teacher needs one more position, but it has only {positions} "
             f"(max_position_embeddings). Fix: set {key} to at most {positions - 1}, or set engine=megatron"
         )
 

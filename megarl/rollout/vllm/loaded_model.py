@@ -1,4 +1,4 @@
-"""A model in vLLM that keeps the weights in its folder. Before importing this module, set the variables in
+"""A model in vLLM whose weights stay as loaded from its folder. Before importing this module, set the variables in
 `environment`."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megarl.rollout.vllm.ranks import has_lost_a_rank
 
 
 class LoadedModel:
-    """A vLLM engine whose weights are those in the model's folder."""
+    """A vLLM engine with the weights in the model's folder."""
 
     def __init__(self, arguments: Mapping[str, Any]):
         self._llm = LLM(**arguments)
@@ -25,5 +25,5 @@ class LoadedModel:
 
 
 def token_prompts(samples: Sequence[Sample]) -> list[TokensPrompt]:
-    """Return each sample's tokens, prompt and response, as the engine's prompt."""
+    """Return one engine prompt per sample, which consists of the sample's prompt and response."""
     return [TokensPrompt(prompt_token_ids=sample.token_ids.tolist()) for sample in samples]

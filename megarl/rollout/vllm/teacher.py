@@ -54,7 +54,7 @@ class VllmTeacher(LoadedModel):
         """
         Args:
             arguments: the result of `teacher_arguments`.
-            temperature: divisor of the logits. vLLM's requests do not apply theirs to the tokens of a prompt.
+            temperature: divisor of the logits. vLLM does not apply a request's temperature to prompt tokens.
         """
         super().__init__(arguments)
         self._top_k: int = arguments["max_logprobs"]
@@ -70,7 +70,7 @@ class VllmTeacher(LoadedModel):
 
     def _scores(self, logprobs: Any, sample: Sample) -> torch.Tensor:
         assert isinstance(logprobs, FlatLogprobs), "the output has no flat log-probs"
-        # The first token has no entry. All others have the token itself, then the most probable tokens.
+        # The first token has no entry. Each other entry lists the token itself, then the most probable tokens.
         first, width = len(sample.prompt.token_ids) - 1, self._top_k + 1
         values = torch.from_numpy(np.array(logprobs.logprobs, np.float32)).view(-1, width)[first:]
         assert len(values) == len(sample.response_ids), f"sample {sample.id}: {len(values)} log-probs"

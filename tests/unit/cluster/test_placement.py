@@ -111,7 +111,7 @@ def test_teachers_share_devices_with_each_other(where: str, first: int) -> None:
 
 
 def test_teachers_may_have_their_own_layouts() -> None:
-    """The devices are those of the largest teacher. Each engine of a teacher in vLLM has one process."""
+    """The largest teacher determines the devices. A teacher in vLLM has one process per engine."""
     models = "{name: a, path: x}, {name: b, path: y, layout: {pp: 2, dp: 3}}"
     models += ", {name: c, path: z, engine: vllm, layout: {tp: 2, dp: 2}}"
     keys = (f"teachers.models=[{models}]", "teachers.layout={tp: 3}", "cluster.placement=disaggregated")

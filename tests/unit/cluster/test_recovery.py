@@ -37,9 +37,9 @@ class Group:
     delivered: str = ""
     """Error of the delivery in progress."""
     is_copying: bool = False
-    """Whether copies take until `finish_copies` waits for them."""
+    """Whether copies remain incomplete until `finish_copies` waits for them."""
     held: tuple[int, ...] = ()
-    """Steps whose copies are complete on all ranks when they have been killed."""
+    """Steps whose copies are complete on all ranks when the ranks are killed."""
     room: tuple[int, int] = (GIB, 9 * GIB)
     nodes: tuple[int, ...] = (0, 0)
     errors: dict[str, int] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class Models:
         return lost
 
     def end(self, step: int) -> None:
-        """End a step, in whose refit all copies are completed if the groups complete them at all."""
+        """End a step. All copies complete during its refit, if the groups complete any."""
         self.trained.copy_state(step, lambda: self.log.append(f"repeat {step}"))
         self.trained.end_copying()
 
@@ -311,7 +311,7 @@ def test_copies_end_before_the_next_ones_begin() -> None:
 
 
 def test_step_waits_for_its_copies_if_engines_sleep() -> None:
-    """Before the engines wake up for the refit, there is no step to repeat."""
+    """When the engines wake up for the refit, no step may have to be repeated."""
     models = Models(actor(is_copying=True))
     models.trained = replace(models.trained, waits_for_copies=True)
     models.end(1)

@@ -141,7 +141,8 @@ class Nvml(ModuleType):
         return self._unless_unsupported("rows", (7, 8, 1, 0))
 
     def nvmlDeviceGetFieldValues(self, handle: str, fields: list[int]) -> list[Any]:
-        """Return a status for each field, as the driver does for unknown ones instead of an error."""
+        """Return a status for each field. For unknown fields, the driver also returns a status instead of raising an
+        error."""
         assert (handle, fields) == ("GPU-1234", [230])
         self._unless_unsupported("fields", None)
         status = self.NVML_ERROR_NOT_SUPPORTED if "action" in self._unsupported else self.NVML_SUCCESS

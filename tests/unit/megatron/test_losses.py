@@ -158,8 +158,8 @@ def test_exact_divergences_are_added_and_measured(excludes):
 
 
 def test_given_responses_are_only_distilled():
-    """All other terms and metrics are those of a batch without the given response, whose log-probs under the engine are
-    unknown, so that no tolerance excludes its tokens."""
+    """All other terms and metrics equal those of a batch without the given response. Its log-probs under the engine are
+    unknown, so no tolerance excludes its tokens."""
     overrides = ["model.path=m", "data.source=arithmetic", "algorithm.objective.entropy_coefficient=0.1"]
     teachers = ["teachers.models=[{name: a, path: x}]", "algorithm.distillation={divergence: jsd, placement: loss}"]
     tolerance = "logprob_check={action: mask, mask: token, threshold: 1.0}"

@@ -79,7 +79,7 @@ def test_probability_of_a_tiny_rest_stays_exact(kind, beta, factors):
 
 
 def test_tokens_outside_the_students_vocabulary_belong_to_the_rest():
-    """Of the teacher's three tokens, the second one has no row in the student's weight."""
+    """The second of the teacher's three tokens has no row in the student's weight."""
     top = TopTokens.of(torch.tensor([[1, 7, 0]]), torch.tensor([[0.4, 0.3, 0.1]]).log())
     known = top.within(4)
     assert known.ids.tolist() == [[1, -1, 0]]

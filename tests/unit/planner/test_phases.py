@@ -163,7 +163,8 @@ def test_full_host_memory_is_a_problem():
 
 
 def test_copies_and_spare_processes_are_in_host_memory(tmp_path):
-    """Each of 8 ranks copies, twice, 2 bytes of weights and 12 of AdamW's state per parameter that it updates."""
+    """Each of 8 ranks keeps two copies with 2 bytes of weights and 12 bytes of AdamW state per parameter that it
+    updates."""
     plan, without = (plan_of(DENSE, "8xH100", *KEYS, *more) for more in ((), ("cluster.replace_ranks=false",)))
     parameters = plan.save.node_bytes / 14
     assert plan.host[COPIES] == plan.copies == pytest.approx(2 * 14 * parameters)

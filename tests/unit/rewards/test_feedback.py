@@ -1,4 +1,4 @@
-"""Feedback of reward functions reaches the prompts of teachers."""
+"""Feedback from reward functions reaches the prompts of teachers."""
 
 from __future__ import annotations
 

@@ -454,7 +454,7 @@ def test_run_without_correction_warns():
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_given_responses_need_no_engine(monkeypatch, max_staleness):
-    """Each row is trained once, with its response or with samples. A run that resumes repeats the decisions."""
+    """Each row is trained on once, with either its response or samples. A resumed run repeats the decisions."""
     monkeypatch.setattr("megarl.step.queue.put_sample", lambda sample: SampleRef.of(sample, sample))
     distillation = "algorithm.distillation={divergence: jsd, placement: loss, on_policy_share: 0.75}"
     alone = ("algorithm.advantage.estimator=policy_gradient", "rewards.functions=[]", "data.source=rows.jsonl")

@@ -1,4 +1,4 @@
-"""Requests whose responses start with a part of the given response."""
+"""Requests whose responses start with a prefix of the given response."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ def test_privileged_prompts_replace_prompts_and_routes(monkeypatch) -> None:
 
 
 def test_feedback_belongs_to_a_single_sample(monkeypatch) -> None:
-    """Samples without feedback, and those that are too long with it, are skipped. Others do not share a prompt."""
+    """Samples without feedback, and those that are too long with it, are skipped. The remaining samples share no
+    prompt."""
     prompts = {"p0.0": range(20), "p0.1": range(20, 40), "p1.0": range(62)}
     store = torch.tensor([token for ids in prompts.values() for token in ids], dtype=torch.int32)
     bounds = {"p0.0": (0, 20), "p0.1": (20, 40), "p1.0": (40, 102)}

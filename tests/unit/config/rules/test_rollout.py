@@ -20,7 +20,7 @@ MTP = ["rollout.speculative.method=mtp", "actor.mtp.loss_coefficient=0.0"]
         ),
         (
             ["rollout.prefix_share=0.5", "data={source: r.jsonl, response_column: r}", "environment.class=game.py:G"],
-            "rollout.prefix_share=0.5: with environment.class=game.py:G, no single text response is sampled for a",
+            "rollout.prefix_share=0.5: prefixes require rollouts that consist of a single text response, which",
         ),
         (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the candidate tokens of the truncated"),
         (

@@ -71,7 +71,7 @@ TRUST_REGION = ("model.dtype=float32", "algorithm.objective.name=unclipped", "al
 GRADIENT, RESPONSES = "algorithm.advantage.estimator=policy_gradient", "data.response_column=solution"
 
 
-def test_prompts_may_be_trained_with_given_responses() -> None:
+def test_prompts_may_be_trained_on_given_responses() -> None:
     config = recipe(TEACHERS, GIVEN, ALONE, GRADIENT, RESPONSES, ROWS)
     assert config.trains_given_responses and not recipe(TEACHERS).trains_given_responses
 
@@ -156,7 +156,7 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             ["teachers.models=[{name: a, feedback: exact_match, prompt_column: hint}]", ROWS],
-            "teachers.models: a with feedback=exact_match and prompt_column=hint: the feedback is added to the row's",
+            "teachers.models: a with feedback=exact_match and prompt_column=hint: feedback is appended to the row's",
         ),
         (
             ["teachers.models=[{name: a, feedback: exact_match}]", "environment.class=game.py:Game"],
@@ -185,11 +185,11 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             [TEACHERS, "algorithm.distillation.divergence=jsd"],
-            "algorithm.distillation.divergence=jsd: a divergence of distributions must be a loss, because",
+            "algorithm.distillation.divergence=jsd: a divergence between distributions must be part of the",
         ),
         (
             [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss}", "rollout.top_k=50"],
-            "algorithm.distillation.divergence=jsd: it needs the full vocabulary, but rollout.top_k=50",
+            "algorithm.distillation.divergence=jsd: this divergence needs the full vocabulary, but rollout.top_k=50",
         ),
         (
             [TEACHERS, "algorithm.distillation={divergence: jsd, placement: loss, estimator: k2}"],
@@ -213,11 +213,11 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             [IN_VLLM, "rollout.top_k=50"],
-            "teachers.models: a with engine=vllm: vLLM normalizes the log-probs of given tokens over the full",
+            "teachers.models: a with engine=vllm: vLLM normalizes log-probs over the full vocabulary, but",
         ),
         (
             [IN_VLLM, "teachers.layout.pp=2"],
-            "teachers.models: a with engine=vllm: teachers in vLLM support only tp and dp, but teachers.layout has p",
+            "teachers.models: a with engine=vllm: teachers in vLLM support only tp and dp, but teachers.layout sets",
         ),
         (
             [IN_VLLM, "teachers.offload=[parameters]"],
@@ -263,7 +263,7 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             [TEACHERS, GIVEN, ALONE, GRADIENT, ROWS],
-            "algorithm.distillation.on_policy_share=0.5: the other prompts need responses, but data.response_column=",
+            "algorithm.distillation.on_policy_share=0.5: the remaining prompts need responses, but data.",
         ),
         (
             [TEACHERS, GIVEN, "algorithm.distillation.divergence=sampled", ALONE, GRADIENT, ROWS, RESPONSES],
@@ -271,7 +271,7 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             [TEACHERS, GIVEN, GRADIENT, ROWS, RESPONSES],
-            "algorithm.distillation.on_policy_share=0.5: given responses are trained only with the divergence from",
+            "algorithm.distillation.on_policy_share=0.5: the only loss on given responses is the divergence from",
         ),
         (
             [TEACHERS, GIVEN, ALONE, ROWS, RESPONSES],
