@@ -64,7 +64,8 @@ class Transcript:
 
     def sample(self, name: str, prompt: Prompt, text: str, rollout_id: str, episode: Episode | None) -> Sample:
         """Return the sample with this id: all tokens up to the end of the last turn, with a mask that selects the
-        turns. `text` is the text of the last turn, with its prefix. The transcript's tokens replace those of the data row's prompt."""
+        turns. `text` is the text of the last turn, with its prefix. The transcript's tokens replace those of the data
+        row's prompt."""
         ids, start = np.array(self.ids, np.int32), self._num_prompt_tokens
         end = self._turns[-1][0] + len(self._turns[-1][1].token_ids)
         logprobs, mask = np.zeros(end - start, np.float32), np.zeros(end - start, np.bool_)

@@ -55,7 +55,8 @@ def requests(
 
 
 def _prefix(config: Config, number: int, i: int, response: GivenResponse) -> tuple[int, ...]:
-    """Return the first tokens of all responses to a step's prompt i. They leave at least one token to sample."""
+    """Return the first tokens of all responses to a step's prompt i. They leave at least one token to sample, and the
+    next token is the assistant's: the policy must not continue a user's message or a tool's result."""
     num_tokens = len(response.token_ids)
     longest = min(int(config.rollout.prefix_share * num_tokens), num_tokens - 1)
     lengths = [n for n in range(longest + 1) if n == 0 or response.mask[n]]
