@@ -63,9 +63,10 @@ def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
     for teacher in config.teachers.models:
         if teacher.path is None and teacher.prompt_column is None and teacher.feedback is None:
             yield (
-                f"teachers.models: {teacher.name} with path=null and prompt_column=null: the teacher would see the "
-                "same prompts as the actor. Fix: set path, set prompt_column to a column whose prompts contain a hint, "
-                "or set feedback to a reward function. For a KL to the reference, set algorithm.kl.coefficient"
+                f"teachers.models: {teacher.name} with path=null, prompt_column=null and feedback=null: the teacher "
+                "would see the same prompts as the actor. Fix: set path, set prompt_column to a column with prompts "
+                "that contain a hint, or set feedback to a reward function. For a KL to the reference, set "
+                "algorithm.kl.coefficient"
             )
 
 

@@ -148,7 +148,7 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             ["teachers.models=[{name: a}]"],
-            "teachers.models: a with path=null and prompt_column=null: the teacher would see the same prompts as the",
+            "teachers.models: a with path=null, prompt_column=null and feedback=null: the teacher would see",
         ),
         (
             ["teachers.models=[{name: a, feedback: check}]"],
