@@ -270,7 +270,7 @@ def expert_pairs() -> Iterator[ParameterSet]:
         yield pytest.param(factors, layout, marks=() if is_in_test else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(("expert_case", "layout"), expert_pairs(), indirect=["expert_case"])
+@pytest.mark.parametrize(("expert_case", "layout"), [*expert_pairs()], indirect=["expert_case"])
 def test_mixture_of_experts(experts, expert_case, layout):
     shares, adapters, outcome = expert_case
     check(experts, config_with(experts, keys_of(adapters, shares), EXPERTS[layout]), outcome)
