@@ -107,7 +107,7 @@ class FakeTeacher:
     def __init__(self, scores: str):
         self.scores = scores
 
-    def score_tokens(self, samples: Sequence[SampleRef]) -> Pending[dict[str, torch.Tensor]]:
+    def score_tokens(self, samples: Sequence[SampleRef], feedback: object) -> Pending[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(2)
         return ready({item.id: -torch.rand(item.num_response_tokens, generator=generator) for item in samples})
 
