@@ -130,7 +130,7 @@ def step(
             refitted = workers.refit.run(version=number, rate=update_rate(metrics))
             logprob_check.check_step(metrics | refitted)
             metrics |= refitted | logprob_check.after_refit(number)
-            trained.end_copying()
+            trained.poll_copies()
     recorded.result()
     context.ledger.step(number, rollouts.record, workers.refit.weights)
     queue.finished.note_weights(number, workers.refit.weights)

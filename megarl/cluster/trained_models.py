@@ -92,7 +92,7 @@ class TrainedModels:
                 kept.append(role)
         recovery.note_copying(step, kept, problem)
 
-    def end_copying(self) -> None:
+    def poll_copies(self) -> None:
         """Note the copies in progress as complete if they are, which releases the samples to repeat their steps."""
         if self.recovery is not None:
             self.recovery.finish_copying(waits=False)

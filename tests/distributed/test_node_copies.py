@@ -146,7 +146,7 @@ def deliver_to_full_memory(store, rank: int, config: Config, model: Path, root: 
     of its own copy, and again when it has room. Return the problems."""
     worker, folder = ActorWorker(config, model, rank, store, threads=1), folder_of(nodes[rank], root)
     worker.copy_state(1, folder)
-    worker.wait_until_copied()
+    worker.wait_for_copy()
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -159,9 +159,9 @@ def deliver_to_full_memory(store, rank: int, config: Config, model: Path, root: 
         problems.append(worker.finish_copies(waits=True))
     with pytest.MonkeyPatch.context() as patch:
         worker.copy_state(2, folder)
-        worker.wait_until_copied()
+        worker.wait_for_copy()
         worker.copy_state(3, folder)
-        worker.wait_until_copied()
+        worker.wait_for_copy()
         if rank == 1:
             patch.setattr(Path, "write_text", full)
         problems.append(copy(worker, 4, folder, keepers(nodes)))

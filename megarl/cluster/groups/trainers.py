@@ -54,7 +54,7 @@ T = TypeVar("T")
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 """The parts of a model's state that a key `offload` may name."""
 
-DURING_COPY = {"prepare_refit", "send", "checksums", "examine_device", "deliver_copies", "finish_copies"}
+READ_ONLY_METHODS = {"prepare_refit", "send", "checksums", "examine_device", "deliver_copies", "finish_copies"}
 """Methods that a rank may run while a thread copies its state, because they neither change nor move it."""
 
 
@@ -66,8 +66,8 @@ class TrainerRank(RankActor):
         return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
 
     def _find(self, method: str) -> Callable[..., Any]:
-        if self._worker is not None and method not in DURING_COPY:
-            self._worker.wait_until_copied()
+        if self._worker is not None and method not in READ_ONLY_METHODS:
+            self._worker.wait_for_copy()
         return super()._find(method)
 
     def copy_state(self, step: int) -> str:
@@ -307,7 +307,7 @@ class TrainerGroup(RankGroup):
     def copy_state(self, step: int) -> str:
         """Start to copy each rank's state after `step` to its node's shared memory, from which a replacement process
         can restore it. The result is "" or describes a rank whose node's shared memory is full. The ranks' next call
-        starts when the state is copied, unless it is in DURING_COPY."""
+        starts when the state is copied, unless it is in READ_ONLY_METHODS."""
         ...
 
     @remote(timeout="checkpoint")

@@ -31,7 +31,7 @@ class NodeCopies:
 
     A thread fills this rank's copy and delivers it to its keeper, while the rank computes. It has its own process
     group, because collectives of two threads on one group could be paired wrongly. The state itself is not buffered a
-    second time: the rank waits for the copy (`wait_until_copied`) before it changes or moves the state. It need not
+    second time: the rank waits for the copy (`wait_for_copy`) before it changes or moves the state. It need not
     wait for the delivery, which only reads the copy."""
 
     def __init__(self, folder: Path, role: str, rank: int, store: Store, timeout_s: float):
@@ -51,7 +51,7 @@ class NodeCopies:
         """Run `copy`, which fills this rank's copy, in the background. The previous copy must be finished."""
         self._copied, self._delivered = self._thread.submit(copy), _done()
 
-    def wait_until_copied(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until this rank's copy is complete or has failed."""
         wait([self._copied])
 

@@ -246,7 +246,7 @@ class TrainerWorker(WeightSource, ABC):
 
     def copy_state(self, step: int, folder: Path) -> None:
         """Start to copy the state after `step` to the run's folder in shared memory, which outlives this process. See
-        `wait_until_copied` and `finish_copies`."""
+        `wait_for_copy` and `finish_copies`."""
         copies = self._copies_in(folder)
         copy = host_copies.begin(
             copies.own,
@@ -259,12 +259,12 @@ class TrainerWorker(WeightSource, ABC):
         )
         copies.start(copy)
         if self._offload.holds_state:  # the copy moves it to the device, where engines may soon need the memory
-            copies.wait_until_copied()
+            copies.wait_for_copy()
 
-    def wait_until_copied(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the state may change or move, because no thread is copying it any more."""
         if self._copies is not None:
-            self._copies.wait_until_copied()
+            self._copies.wait_for_copy()
 
     def deliver_copies(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
         """Start to deliver the copy of the state after `step` to its keeper on another node. See

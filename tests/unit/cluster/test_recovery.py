@@ -174,7 +174,7 @@ class Models:
     def end(self, step: int) -> None:
         """End a step, in whose refit all copies are completed if the groups complete them at all."""
         self.trained.copy_state(step, lambda: self.log.append(f"repeat {step}"))
-        self.trained.end_copying()
+        self.trained.poll_copies()
 
     def run(self, *outcomes: Exception | None) -> int:
         """Attempt a task that has these outcomes, in order. Return the number of attempts."""
@@ -499,7 +499,7 @@ def test_models_without_recovery_have_one_attempt() -> None:
             with attempt:
                 raise loss()
     trained.copy_state(1, lambda: None)
-    trained.end_copying()
+    trained.poll_copies()
     assert trained.take_metrics() == {}
     trained.replace_leaving_node()
 
