@@ -79,10 +79,12 @@ def num_samples(config: Config) -> int:
 
 
 def num_retained_steps(config: Config) -> int:
-    """Return the number of earlier steps whose samples are kept during a step, because the step would be trained again
-    if a rank were lost. The copy after the latest step is complete before the next one begins, except in runs on
-    offline data, which have no refit or rollout in between."""
-    return config.cluster.copy_every_steps - (not config.is_offline) if config.cluster.replace_ranks else 0
+    """Return the maximum number of earlier steps whose samples are kept during a step, because the steps would be
+    trained again if a rank were lost. The copy after the latest step may still be in progress, except with
+    rollout.sleep, where the step has waited for it."""
+    if not config.cluster.replace_ranks:
+        return 0
+    return config.cluster.copy_every_steps - (config.rollout.sleep and not config.is_offline)
 
 
 def num_ahead(config: Config) -> int:
