@@ -359,8 +359,8 @@ class TrainerGroup(RankGroup):
     def _write_part(self, plan: CompactPlan, folder: Path) -> None: ...
 
     def holds_copies(self, step: int) -> bool:
-        """Return whether each rank's copy after `step` is complete on a node that is not lost. No rank may be running:
-        see `kill`."""
+        """Return whether each rank's copy after `step` is complete on a node that is not lost. A node that is lost
+        during the call counts as one without copies. No rank may be running: see `kill`."""
         lost = self._session.members.lost()
         placed = {p.node.number: p for p in self._processes if p.node.number not in lost}
         names = [f"{self._worker_role}-{process.index}" for process in self._processes]
@@ -368,8 +368,8 @@ class TrainerGroup(RankGroup):
             f"node {number}": _ranks_with_copy.options(scheduling_strategy=self._session.node_of(p)).remote(names, step)
             for number, p in placed.items()
         }
-        found = self._session.submit(calls, f"{self.role} copies", "start").result().values.values()
-        return len(set().union(*found)) == len(self._processes)
+        answers = self._session.submit(calls, f"{self.role} copies", "start", may_fail=list(calls)).result()
+        return len(set().union(*answers.values.values())) == len(self._processes)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
         """Verify the checkpoint's files, then load it on all ranks. Raise UserError if a file is corrupt."""
