@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from megarl.config.schema import Config
 from megarl.core.errors import InfrastructureFailure
 from megarl.core.partners import keepers
+from megarl.megatron.checkpoint.node_copies import NodeCopies
 from megarl.megatron.workers.actor import ActorWorker
 from tests.distributed.test_checkpoint import assert_same_weights, config_of, draw, update
 from tests.distributed.test_host_copies import SIZES
@@ -177,3 +179,26 @@ def test_full_node_is_reported(model: Path, tmp_path: Path) -> None:
         assert own == "" and "no room for " in delivered
         assert ("no room for " in copied) == (rank == 1) and following == ""
         assert kept == [False, False, True]
+
+
+def failed_copies(monkeypatch: pytest.MonkeyPatch) -> NodeCopies:
+    """Return copies of a single rank whose copy has failed with an error without a message."""
+    copies = NodeCopies.__new__(NodeCopies)
+    monkeypatch.setattr(copies, "_gathered", lambda value: [value], raising=False)
+    copies._copied, copies._delivered = Future(), Future()
+    copies._copied.set_exception(MemoryError())
+    copies._delivered.set_exception(RuntimeError("Connection closed by peer"))
+    return copies
+
+
+def test_failed_copy_is_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, exchanged = failed_copies(monkeypatch), []
+    monkeypatch.setattr(copies, "_exchange", lambda *arguments: exchanged.append(arguments))
+    copies._deliver(1, [])
+    assert not exchanged
+
+
+def test_close_only_prints_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    failed_copies(monkeypatch).close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["copies: MemoryError()", "copies: RuntimeError('Connection closed by peer')"]

@@ -71,6 +71,12 @@ class NodeCopies:
         memory. Raise any other error."""
         return _problem(self._copied), _problem(self._delivered)
 
+    def close(self) -> None:
+        """Wait for the latest copy and its delivery. Print errors, because no run needs these copies any more."""
+        for task in (self._copied, self._delivered):
+            if (error := task.exception()) is not None:
+                print(f"copies: {error!r}", flush=True)
+
     def discard_after(self, step: int) -> None:
         """Discard the copies of all ranks on this node after later steps. These steps are trained again, and their new
         copies must not be mixed with the old ones."""
@@ -102,7 +108,7 @@ class NodeCopies:
 
     def _deliver(self, step: int, transfers: Sequence[Transfer]) -> None:
         error = self._copied.exception()
-        if not any(self._gathered("" if error is None else str(error))):
+        if not any(self._gathered("" if error is None else repr(error))):  # str may be empty
             self._exchange(step, transfers)
 
     def _exchange(self, step: int, transfers: Sequence[Transfer]) -> None:

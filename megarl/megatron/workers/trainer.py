@@ -283,7 +283,8 @@ class TrainerWorker(WeightSource, ABC):
         self._copies_in(folder).discard_after(0)
 
     def close(self) -> None:
-        self.finish_copies(waits=True)
+        if self._copies is not None:
+            self._copies.close()
         super().close()
 
     def restore_state(self, step: int, folder: Path, keepers: Sequence[int] = ()) -> None:
