@@ -118,7 +118,8 @@ def helper_thread(name: str) -> ThreadPoolExecutor:
 @contextmanager
 def own_stream() -> Iterator[None]:
     """Return a context manager that queues this thread's work on a stream of its own, and waits for it at the end. Work
-    that other threads queue meanwhile neither delays it nor waits for it. On CPU, do nothing."""
+    that other threads queue meanwhile does not wait for it, but `synchronize` in another thread does. On CPU, do
+    nothing."""
     if not on_cuda():
         yield
         return
