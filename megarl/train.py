@@ -122,6 +122,8 @@ def step(
             with watch.phase("copy"):
                 trained.copy_state(number, partial(train_again, config, workers, rollouts, number, before))
             context.state.average = average
+    with watch.phase("copy"):
+        trained.await_copies()
     recorded = workers.rewards.write_advantages(file, *advantages)
     trained.replace_leaving_node()
     for attempt in trained.attempts():

@@ -54,8 +54,10 @@ T = TypeVar("T")
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 """The parts of a model's state that a key `offload` may name."""
 
-READ_ONLY_METHODS = {"prepare_refit", "send", "checksums", "examine_device", "deliver_copies", "finish_copies"}
-"""Methods that a rank may run while a thread copies its state, because they neither change nor move it."""
+READ_ONLY_METHODS = {"prepare_refit", "send", "checksums", "deliver_copies", "finish_copies"}
+"""Methods that a rank may run while a thread copies its state, because they neither change nor move it. Without
+`examine_device`, whose speed probe must not compete with the copy. It does not stall the step, because it runs before
+the copy begins."""
 
 
 class TrainerRank(RankActor):
