@@ -99,6 +99,9 @@ def step(
             with watch.phase("copy"):
                 trained.copy_state(number, train_step)
     trained.replace_leaving_node()
+    for attempt in trained.attempts():
+        with attempt:
+            trained.poll_copies()
     context.ledger.step(number, offline_record(items, groups))
     times, samples = watch.metrics(), [sample for group in groups for sample in group]
     num_tokens = sum(sample.num_tokens for sample in samples)

@@ -122,6 +122,8 @@ def step(
             with watch.phase("copy"):
                 trained.copy_state(number, partial(train_again, config, workers, rollouts, number, before))
             context.state.average = average
+    with watch.phase("copy"):
+        trained.await_copies()
     recorded = workers.rewards.write_advantages(file, *advantages)
     trained.replace_leaving_node()
     for attempt in trained.attempts():
@@ -130,7 +132,7 @@ def step(
             refitted = workers.refit.run(version=number, rate=update_rate(metrics))
             logprob_check.check_step(metrics | refitted)
             metrics |= refitted | logprob_check.after_refit(number)
-            trained.end_copying()
+            trained.poll_copies()
     recorded.result()
     context.ledger.step(number, rollouts.record, workers.refit.weights)
     queue.finished.note_weights(number, workers.refit.weights)

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import (
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    TaskUnschedulableError,
+    WorkerCrashedError,
+)
 
 from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
 from megarl.core.files import DISK_FULL
@@ -44,6 +51,11 @@ def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
 def is_loss(error: Exception | None) -> bool:
     """Return whether the error reports a lost process, which has died or was killed by Ray because memory ran low."""
     return isinstance(error, RayActorError | OutOfMemoryError)
+
+
+def is_lost_task(error: Exception | None) -> bool:
+    """Return whether the error reports that a task, unlike an actor, was lost with its node or worker process."""
+    return isinstance(error, NodeDiedError | TaskUnschedulableError | WorkerCrashedError)
 
 
 def is_cause(error: Exception) -> bool:

@@ -72,18 +72,20 @@ def num_samples(config: Config) -> int:
     """Return the maximum number of samples that exist at the same time: samples from all dynamic-sampling rounds, which
     stay until the step ends, samples of earlier steps that may be trained again, and samples started for later
     steps."""
-    batch, num_steps = config.batch, 1 + num_repeatable(config)
+    batch, num_steps = config.batch, 1 + num_retained_steps(config)
     if config.is_offline:
         return num_steps * batch.prompts_per_step * config.trained_per_prompt
     per_prompt = batch.samples_per_prompt + config.samples_greedily
     return num_steps * batch.sampling_rounds * batch.prompts_per_step * per_prompt + num_ahead(config)
 
 
-def num_repeatable(config: Config) -> int:
-    """Return the number of earlier steps whose samples are kept during a step, because the step would be trained again
-    if a rank were lost. The copy after the latest step is complete before the next one begins, except in runs on
-    offline data, which have no refit or rollout in between."""
-    return config.cluster.copy_every_steps - (not config.is_offline) if config.cluster.replace_ranks else 0
+def num_retained_steps(config: Config) -> int:
+    """Return the maximum number of earlier steps whose samples are kept during a step, because the steps would be
+    trained again if a rank were lost. The copy after the latest step may still be in progress, except with
+    rollout.sleep, where the step has waited for it."""
+    if not config.cluster.replace_ranks:
+        return 0
+    return config.cluster.copy_every_steps - (config.rollout.sleep and not config.is_offline)
 
 
 def num_ahead(config: Config) -> int:

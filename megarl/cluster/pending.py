@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import ray
 from ray.exceptions import RayError
 
-from megarl.cluster.failure import is_cause, is_loss
+from megarl.cluster.failure import is_cause, is_loss, is_lost_task
 
 if TYPE_CHECKING:
     from megarl.cluster.session import Session
@@ -90,7 +90,8 @@ class Pending(Generic[T]):
     @property
     def lost(self) -> set[str]:
         """The lost processes that were allowed to fail."""
-        return {name for name in self.may_fail if is_loss(self.errors.get(name))}
+        errors = {name: self.errors.get(name) for name in self.may_fail}
+        return {name for name, error in errors.items() if is_loss(error) or is_lost_task(error)}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
         """Record the return values or errors of those of this Pending's calls that are in `ended`."""

@@ -79,6 +79,8 @@ class Recovery:
         self._delivered: dict[Role, int] = {}
         """The latest step whose copies are on the keepers' nodes, by role."""
         self._departures = Departures()
+        self._blocked = set[int]()
+        """Nodes that should have left at the end of the latest step, but that no spare node could replace."""
         self._printed = set[str]()
         """Lines about nodes that could not be replaced."""
         self.disconnect: list[Callable[[], None]] = []
@@ -142,8 +144,11 @@ class Recovery:
         return not lacking
 
     def is_due(self, step: int) -> bool:
-        """Return whether to copy the state after `step`: at the configured interval, and before a node leaves."""
-        return step % self._every_steps == 0 or bool(self._leaving())
+        """Return whether to copy the state after `step`: at the configured interval, before a node leaves, and until
+        there is a first copy. Without a copy, ranks would start from the checkpoint from which the run resumed, which
+        checkpoint.keep may remove."""
+        is_first = self._copied is None and self._copying is None
+        return is_first or step % self._every_steps == 0 or bool(self._leaving().keys() - self._blocked)
 
     def note_copying(self, step: int, kept: Collection[Role], problem: str = "") -> None:
         """Record that all ranks have begun to copy their state after `step`, or that shared memory was full
@@ -203,12 +208,11 @@ class Recovery:
         has_state = self._copied is not None or self._repeats
         if len(self._session.members) == 1 or not has_state or self._lacks_copy or interrupts.is_signaled:
             return
-        for attempt in self.attempts():
-            with attempt:
-                self._observe_devices()
         name = self._session.members.name
+        self._blocked.clear()
         for number, reason in self._leaving().items():
             if obstacle := self._obstacle(number):
+                self._blocked.add(number)
                 self._print_once(f"recovery: node {name(number)} should leave the run: {reason}. {obstacle}")
             elif self._is_kept(number):
                 self._session.members.dismiss(number)
@@ -228,8 +232,11 @@ class Recovery:
         is_copied = not self._repeats and not self._lacks_copy
         return is_copied and all(self._delivered.get(role) == self._copied for role in self._roles_on(number))
 
-    def _observe_devices(self) -> None:
-        """Examine the devices of one model at a time, because models may share them."""
+    def observe_devices(self) -> None:
+        """Examine the devices, of one model at a time because models may share them. Call this after a step's training
+        and before its copies begin, because they would slow down the speed probe."""
+        if len(self._session.members) == 1 or interrupts.is_signaled:
+            return
         nodes, states = {}, []
         for group in self._groups.values():
             nodes |= dict(zip(group.actors, group.nodes, strict=True))

@@ -32,7 +32,7 @@ class TrainedModels:
     the actor's weights are in host memory. `run` moves them back before a task. `sharing` maps each role to the roles
     that share its devices and take turns with it. Without `recovery`, the loss of a rank ends the attempt.
     `has_spare_processes`: whether each rank has a spare process that can replace it. `waits_for_copies`: whether
-    `copy_state` returns only when the copies are complete."""
+    `await_copies` waits until the copies are complete."""
 
     groups: Mapping[Role, TrainerGroup]
     sharing: Mapping[Role, Collection[Role]]
@@ -68,15 +68,17 @@ class TrainedModels:
         to shared memory and, if spare nodes have joined, to other nodes. Until the copy is complete, new ranks restore
         the previous one, and `repeat` trains on the samples of `step` again. If shared memory is full, the run
         continues without a copy. Finally, start missing spare processes, which import their libraries while the engines
-        sample."""
+        sample.
+
+        Call this last in the attempt that trains `step`. In an attempt, nothing that may raise LostRanks may follow
+        `note_trained`: the new ranks would have the state after `step`, and the next attempt would train it twice."""
         if self.recovery is None or not self.recovery.fits():
             return
+        self.recovery.observe_devices()
         if self.recovery.is_due(step):
             self.recovery.finish_copying()
             self._begin_copying(self.recovery, step)
         self.recovery.note_trained(step, repeat)
-        if self.waits_for_copies:
-            self.recovery.finish_copying()
         for group in self.groups.values() if self.has_spare_processes else ():
             group.refill_spare_processes()
 
@@ -92,7 +94,14 @@ class TrainedModels:
                 kept.append(role)
         recovery.note_copying(step, kept, problem)
 
-    def end_copying(self) -> None:
+    def await_copies(self) -> None:
+        """Wait for the copies in progress if `waits_for_copies`. If ranks are lost meanwhile, they are replaced."""
+        if self.recovery is not None and self.waits_for_copies:
+            for attempt in self.attempts():
+                with attempt:
+                    self.recovery.finish_copying()
+
+    def poll_copies(self) -> None:
         """Record the copies in progress if they are complete, which releases the samples kept for repeating steps."""
         if self.recovery is not None:
             self.recovery.finish_copying(waits=False)

@@ -117,8 +117,9 @@ def helper_thread(name: str) -> ThreadPoolExecutor:
 
 @contextmanager
 def own_stream() -> Iterator[None]:
-    """Return a context manager that queues this thread's work on a separate stream, and waits for it at the end. This
-    work neither waits for nor delays work that other threads queue in the meantime. On CPU, do nothing."""
+    """Return a context manager that queues this thread's work on a separate stream, and waits for it at the end. Work
+    that other threads queue in the meantime does not wait for it, but `synchronize` in another thread does. On CPU, do
+    nothing."""
     if not on_cuda():
         yield
         return

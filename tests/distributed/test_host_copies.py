@@ -153,7 +153,7 @@ def copy_slowly(store, rank: int, config: Config, model: Path, folder: Path) -> 
     actor._batches, actor._worker = FetchedBatches(), worker
     update(worker, config, 0)
     copy(worker, 0, folder)
-    release, wait = threading.Event(), worker.wait_until_copied
+    release, wait = threading.Event(), worker.wait_for_copy
 
     @contextmanager
     def held() -> Iterator[None]:
@@ -170,7 +170,7 @@ def copy_slowly(store, rank: int, config: Config, model: Path, folder: Path) -> 
         before = _sorted(worker.parameters().values())
         actor.call("prepare_refit")
         existed = worker._copies.own.has(1), actor.call("finish_copies", False).value is not None
-        patch.setattr(worker, "wait_until_copied", released)
+        patch.setattr(worker, "wait_for_copy", released)
         actor.call("onload", ("parameters",))
         update(worker, config, 1)
     tensors = worker._copies.own.read(1, _specs(worker))[0]

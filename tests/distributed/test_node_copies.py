@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from megarl.config.schema import Config
 from megarl.core.errors import InfrastructureFailure
 from megarl.core.partners import keepers
+from megarl.megatron.checkpoint.node_copies import NodeCopies
 from megarl.megatron.workers.actor import ActorWorker
 from tests.distributed.test_checkpoint import assert_same_weights, config_of, draw, update
 from tests.distributed.test_host_copies import SIZES
@@ -146,7 +148,7 @@ def deliver_to_full_memory(store, rank: int, config: Config, model: Path, root: 
     record of its own copy, and finally has room for both. Return the problems."""
     worker, folder = ActorWorker(config, model, rank, store, threads=1), folder_of(nodes[rank], root)
     worker.copy_state(1, folder)
-    worker.wait_until_copied()
+    worker.wait_for_copy()
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -159,9 +161,9 @@ def deliver_to_full_memory(store, rank: int, config: Config, model: Path, root: 
         problems.append(worker.finish_copies(waits=True))
     with pytest.MonkeyPatch.context() as patch:
         worker.copy_state(2, folder)
-        worker.wait_until_copied()
+        worker.wait_for_copy()
         worker.copy_state(3, folder)
-        worker.wait_until_copied()
+        worker.wait_for_copy()
         if rank == 1:
             patch.setattr(Path, "write_text", full)
         problems.append(copy(worker, 4, folder, keepers(nodes)))
@@ -177,3 +179,26 @@ def test_full_node_is_reported(model: Path, tmp_path: Path) -> None:
         assert own == "" and "no room for " in delivered
         assert ("no room for " in copied) == (rank == 1) and following == ""
         assert kept == [False, False, True]
+
+
+def failed_copies(monkeypatch: pytest.MonkeyPatch) -> NodeCopies:
+    """Return copies of a single rank whose copy has failed with an error without a message."""
+    copies = NodeCopies.__new__(NodeCopies)
+    monkeypatch.setattr(copies, "_gathered", lambda value: [value], raising=False)
+    copies._copied, copies._delivered = Future(), Future()
+    copies._copied.set_exception(MemoryError())
+    copies._delivered.set_exception(RuntimeError("Connection closed by peer"))
+    return copies
+
+
+def test_failed_copy_is_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, exchanged = failed_copies(monkeypatch), []
+    monkeypatch.setattr(copies, "_exchange", lambda *arguments: exchanged.append(arguments))
+    copies._deliver(1, [])
+    assert not exchanged
+
+
+def test_close_only_prints_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    failed_copies(monkeypatch).close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["copies: MemoryError()", "copies: RuntimeError('Connection closed by peer')"]

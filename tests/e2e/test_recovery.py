@@ -78,16 +78,16 @@ def kill_a_rank(run: Run, step: int, generator: random.Random) -> None:
 
 
 def test_killed_ranks_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    """Ranks are killed after steps 1, 6 and 8, but their state is copied only after steps 5 and 10."""
+    """Ranks are killed after steps 2, 6 and 8, but their state is copied only after steps 1, 5 and 10."""
     generator = random.Random(7)
     with Run(recipe, tmp_path, *KEYS, f"run.steps={STEPS}", "cluster.copy_every_steps=5") as run:
         run.wait_until(lambda: "refit: first refit" in run.output)
         before = engines(run)
-        for step in (1, 6, 8):
+        for step in (2, 6, 8):
             kill_a_rank(run, step, generator)
         assert engines(run) == before
         folder = finish(run)
-        assert "recovery: trained step 1 again in " in run.output
+        assert "recovery: trained step 2 again in " in run.output
         assert "recovery: trained step 6 again in " in run.output
     assert_equal(folder, uninterrupted)
     counts = [row["recovery/replacements"] for row in metrics(folder, ()) if "recovery/replacements" in row]

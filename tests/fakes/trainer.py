@@ -124,7 +124,7 @@ class FakeTrainer:
     def copy_state(self, step: int, folder: Path) -> None:
         self._write_copy(self._rank, self._weights, step, folder)
 
-    def wait_until_copied(self) -> None:
+    def wait_for_copy(self) -> None:
         """Do nothing, because `copy_state` returns a complete copy."""
 
     def finish_copies(self, waits: bool) -> tuple[str, str]:

@@ -54,8 +54,10 @@ T = TypeVar("T")
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 """The parts of a model's state that a key `offload` may name."""
 
-DURING_COPY = {"prepare_refit", "send", "checksums", "examine_device", "deliver_copies", "finish_copies"}
-"""Methods that a rank may run while a thread copies its state, because they neither change nor move it."""
+READ_ONLY_METHODS = {"prepare_refit", "send", "checksums", "deliver_copies", "finish_copies"}
+"""Methods that a rank may run while a thread copies its state, because they neither change nor move it. Without
+`examine_device`, whose speed probe must not compete with the copy. It does not stall the step, because it runs before
+the copy begins."""
 
 
 class TrainerRank(RankActor):
@@ -66,8 +68,8 @@ class TrainerRank(RankActor):
         return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
 
     def _find(self, method: str) -> Callable[..., Any]:
-        if self._worker is not None and method not in DURING_COPY:
-            self._worker.wait_until_copied()
+        if self._worker is not None and method not in READ_ONLY_METHODS:
+            self._worker.wait_for_copy()
         return super()._find(method)
 
     def copy_state(self, step: int) -> str:
@@ -307,7 +309,7 @@ class TrainerGroup(RankGroup):
     def copy_state(self, step: int) -> str:
         """Start copying each rank's state after `step` to its node's shared memory, from which a replacement process
         can restore it. The result is "" or describes a rank whose node's shared memory is full. The next call on a rank
-        waits until its state is copied, unless the method is in DURING_COPY."""
+        waits until its state is copied, unless the method is in READ_ONLY_METHODS."""
         ...
 
     @remote(timeout="checkpoint")
@@ -359,8 +361,8 @@ class TrainerGroup(RankGroup):
     def _write_part(self, plan: CompactPlan, folder: Path) -> None: ...
 
     def holds_copies(self, step: int) -> bool:
-        """Return whether each rank's copy after `step` is complete on a node that is not lost. No rank may be running:
-        see `kill`."""
+        """Return whether each rank's copy after `step` is complete on a node that is not lost. A node that is lost
+        during the call counts as one without copies. No rank may be running: see `kill`."""
         lost = self._session.members.lost()
         placed = {p.node.number: p for p in self._processes if p.node.number not in lost}
         names = [f"{self._worker_role}-{process.index}" for process in self._processes]
@@ -368,8 +370,8 @@ class TrainerGroup(RankGroup):
             f"node {number}": _ranks_with_copy.options(scheduling_strategy=self._session.node_of(p)).remote(names, step)
             for number, p in placed.items()
         }
-        found = self._session.submit(calls, f"{self.role} copies", "start").result().values.values()
-        return len(set().union(*found)) == len(self._processes)
+        answers = self._session.submit(calls, f"{self.role} copies", "start", may_fail=list(calls)).result()
+        return len(set().union(*answers.values.values())) == len(self._processes)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
         """Verify the checkpoint's files, then load it on all ranks. Raise UserError if a file is corrupt."""

@@ -31,8 +31,8 @@ class NodeCopies:
 
     While the rank computes, a thread fills its copy and delivers it to its keeper. The thread has its own process
     group, because collectives from two threads on the same group could be matched incorrectly. The state is not
-    buffered a second time: the rank waits for the copy (`wait_until_copied`) before it changes or moves the state. It
-    need not wait for the delivery, which only reads the copy."""
+    buffered a second time: the rank waits for the copy (`wait_for_copy`) before it changes or moves the state. It need
+    not wait for the delivery, which only reads the copy."""
 
     def __init__(self, folder: Path, role: str, rank: int, store: Store, timeout_s: float):
         """`folder` is a private folder in shared memory, and `store` that of the rank's process group."""
@@ -51,7 +51,7 @@ class NodeCopies:
         """Run `copy`, which fills this rank's copy, in the background. The previous copy must be finished."""
         self._copied, self._delivered = self._thread.submit(copy), _done()
 
-    def wait_until_copied(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until this rank's copy is complete or has failed."""
         wait([self._copied])
 
@@ -70,6 +70,12 @@ class NodeCopies:
         """Wait for the latest copy and its delivery. For each of them, return "", or the error if shared memory is
         full. Raise any other error."""
         return _problem(self._copied), _problem(self._delivered)
+
+    def close(self) -> None:
+        """Wait for the latest copy and its delivery. Print errors, because no run needs these copies any more."""
+        for task in (self._copied, self._delivered):
+            if (error := task.exception()) is not None:
+                print(f"copies: {error!r}", flush=True)
 
     def discard_after(self, step: int) -> None:
         """Discard the copies after later steps of all ranks on this node. These steps are trained again, and their new
@@ -102,7 +108,7 @@ class NodeCopies:
 
     def _deliver(self, step: int, transfers: Sequence[Transfer]) -> None:
         error = self._copied.exception()
-        if not any(self._gathered("" if error is None else str(error))):
+        if not any(self._gathered("" if error is None else repr(error))):  # str may be empty
             self._exchange(step, transfers)
 
     def _exchange(self, step: int, transfers: Sequence[Transfer]) -> None:

@@ -246,7 +246,7 @@ class TrainerWorker(WeightSource, ABC):
 
     def copy_state(self, step: int, folder: Path) -> None:
         """Start copying the state after `step` to the run's folder in shared memory, which outlives this process. See
-        `wait_until_copied` and `finish_copies`."""
+        `wait_for_copy` and `finish_copies`."""
         copies = self._copies_in(folder)
         copy = host_copies.begin(
             copies.own,
@@ -259,12 +259,12 @@ class TrainerWorker(WeightSource, ABC):
         )
         copies.start(copy)
         if self._offload.holds_state:  # copying moves it to the device, where engines may soon need the memory
-            copies.wait_until_copied()
+            copies.wait_for_copy()
 
-    def wait_until_copied(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until no thread is copying the state, so that it may change or move."""
         if self._copies is not None:
-            self._copies.wait_until_copied()
+            self._copies.wait_for_copy()
 
     def deliver_copies(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
         """Start delivering the copy of the state after `step` to its keeper on another node. See NodeCopies.deliver."""
@@ -282,7 +282,8 @@ class TrainerWorker(WeightSource, ABC):
         self._copies_in(folder).discard_after(0)
 
     def close(self) -> None:
-        self.finish_copies(waits=True)
+        if self._copies is not None:
+            self._copies.close()
         super().close()
 
     def restore_state(self, step: int, folder: Path, keepers: Sequence[int] = ()) -> None:

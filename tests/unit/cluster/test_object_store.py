@@ -116,6 +116,7 @@ def test_size_includes_the_most_probable_tokens():
 
 def test_size_grows_with_the_batch():
     step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
+    step += ("cluster.replace_ranks=false",)
     assert num_samples(config(*step)) == 64 * 16
     assert num_samples(config(*step, "batch.sampling_rounds=3")) == 3 * 64 * 16
     assert num_samples(config(*step, "algorithm.advantage.estimator=remax")) == 64 * 17
@@ -140,7 +141,9 @@ def test_rows_of_offline_data_count_as_samples(tmp_path: Path):
 
 def test_samples_stay_until_the_next_copy():
     step = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=16")
-    assert num_samples(config(*step, "cluster.copy_every_steps=3")) == 3 * num_samples(config(*step))
+    assert num_samples(config(*step, "cluster.copy_every_steps=3")) == 4 * 64 * 16
+    sleeping = (*step, "rollout.sleep=true", "cluster.copy_every_steps=3")
+    assert num_samples(config(*sleeping)) == 3 * 64 * 16, "the step waits for its copies"
 
 
 def test_configured_size_is_used_unchanged():

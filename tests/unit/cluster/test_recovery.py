@@ -96,7 +96,7 @@ class Group:
         return {f"{self.role}-{rank}": None for rank in range(len(self.nodes))}
 
     def examine_device(self) -> Pending[list[DeviceState]]:
-        return self._note("examine", [DeviceState(self.errors if node == 1 else {}, 1.0) for node in self.nodes])
+        return ready([DeviceState(self.errors if node == 1 else {}, 1.0) for node in self.nodes])
 
     def offload(self, parts: Any) -> Pending[dict]:
         return self._note("offload", {})
@@ -174,7 +174,7 @@ class Models:
     def end(self, step: int) -> None:
         """End a step. All copies complete during its refit, if the groups complete any."""
         self.trained.copy_state(step, lambda: self.log.append(f"repeat {step}"))
-        self.trained.end_copying()
+        self.trained.poll_copies()
 
     def run(self, *outcomes: Exception | None) -> int:
         """Attempt a task that has these outcomes, in order. Return the number of attempts."""
@@ -243,14 +243,19 @@ def test_steps_since_the_copy_are_trained_again(capsys: pytest.CaptureFixture[st
     models = Models(actor(), every_steps=3)
     models.end(1)
     assert models.run(loss(), None) == 2
-    assert models.log == [*RESTART, "actor discard", "repeat 1"]
-    for step in (2, 3, 4, 5):
+    assert models.log == ["actor copy 1", *RESTART, "actor restore 1"], "the first step is copied in any case"
+    models.end(2)
+    models.log.clear()
+    assert models.run(loss(), None) == 2
+    assert models.log == [*RESTART, "actor restore 1", "repeat 2"]
+    models.log.clear()
+    for step in (3, 4, 5):
         models.end(step)
-    assert [call for call in models.log if "copy" in call] == ["actor copy 3"]
+    assert models.log == ["actor copy 3"]
     models.log.clear()
     assert models.run(loss(), None) == 2
     assert models.log == [*RESTART, "actor restore 3", "repeat 4", "repeat 5"]
-    assert models.spans == ["recover", "repeat step 1", "recover", "repeat step 4", "repeat step 5"]
+    assert models.spans == ["recover", "recover", "repeat step 2", "recover", "repeat step 4", "repeat step 5"]
     assert "recovery: trained step 5 again in " in capsys.readouterr().out
     models.end(6)
     models.log.clear()
@@ -259,17 +264,19 @@ def test_steps_since_the_copy_are_trained_again(capsys: pytest.CaptureFixture[st
 
 
 def test_loss_while_steps_are_trained_again_repeats_them() -> None:
-    models = Models(actor(), every_steps=2)
+    models = Models(actor(), every_steps=9)
     losses = [loss()]
 
     def repeat() -> None:
-        models.log.append("repeat 1")
+        models.log.append("repeat 2")
         if losses:
             raise losses.pop()
 
-    models.trained.copy_state(1, repeat)
+    models.end(1)
+    models.trained.copy_state(2, repeat)
+    models.log.clear()
     assert models.run(loss(), None) == 2
-    assert models.log == [*RESTART, "actor discard", "repeat 1"] * 2
+    assert models.log == [*RESTART, "actor restore 1", "repeat 2"] * 2
 
 
 @pytest.mark.parametrize(
@@ -315,9 +322,25 @@ def test_step_waits_for_its_copies_if_engines_sleep() -> None:
     models = Models(actor(is_copying=True))
     models.trained = replace(models.trained, waits_for_copies=True)
     models.end(1)
+    models.trained.await_copies()
     models.log.clear()
     assert models.run(loss(), None) == 2
     assert models.log == [*RESTART, "actor restore 1"]
+
+
+@pytest.mark.parametrize(
+    ("held", "restored"), [((), ["actor discard", "repeat 1"]), ((1,), ["actor restore 1"])], ids=["none", "complete"]
+)
+def test_rank_lost_while_the_step_waits_trains_once(held: tuple[int, ...], restored: list[str]) -> None:
+    """The attempt that trains the step must not run again: the new ranks have the state after the step."""
+    models = Models(actor(losing=["finish"], held=held))
+    models.trained = replace(models.trained, waits_for_copies=True)
+    for attempt in models.trained.attempts():
+        with attempt:
+            models.log.append("train 1")
+            models.trained.copy_state(1, lambda: models.log.append("repeat 1"))
+    models.trained.await_copies()
+    assert models.log == ["train 1", "actor copy 1", "actor finish", *RESTART, *restored]
 
 
 def test_full_memory_disables_replacement_temporarily(capsys: pytest.CaptureFixture[str]) -> None:
@@ -499,7 +522,8 @@ def test_models_without_recovery_have_one_attempt() -> None:
             with attempt:
                 raise loss()
     trained.copy_state(1, lambda: None)
-    trained.end_copying()
+    trained.await_copies()
+    trained.poll_copies()
     assert trained.take_metrics() == {}
     trained.replace_leaving_node()
 
@@ -524,20 +548,20 @@ def test_spare_node_replaces_a_node_on_request(connects: list[str], capsys: pyte
     """The ranks continue with their state after the step."""
     models = Models(actor(nodes=(1, 2)))
     models.members.spares = ["n3"]
-    assert end_step(models, 4) == ["actor examine"]
+    assert end_step(models, 4) == []
     models.members.requests[2] = "maintenance"
-    assert end_step(models, 5) == ["actor examine", "dismiss 2", *RESTART, "actor restore 5, kept by [1, 0]"]
+    assert end_step(models, 5) == ["dismiss 2", *RESTART, "actor restore 5, kept by [1, 0]"]
     assert "Cause: node n2 leaves the run: maintenance\n" in capsys.readouterr().out
     metrics = models.trained.take_metrics()
     assert metrics["recovery/replacements"].value == 1 and models.spans == ["move"]
-    assert end_step(models, 6) == ["actor examine"]
+    assert end_step(models, 6) == []
 
 
 def test_node_with_a_failing_device_is_replaced(connects: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     group = actor(nodes=(1, 2), errors={"pending row remaps": 0})
     models = Models(group)
     models.members.spares = ["n3", "n4"]
-    assert end_step(models, 1) == ["actor examine"]
+    assert end_step(models, 1) == []
     group.errors = {"pending row remaps": 1}
     assert "dismiss 1" in end_step(models, 2)
     assert (
@@ -592,7 +616,7 @@ def test_node_that_cannot_leave_is_reported_once(
     models.others = changes.get("others", [])
     models.members.spares, models.members.requests = changes.get("spares", ["n3"]), {1: "maintenance"}
     for step in (1, 2):
-        assert end_step(models, step) == ["actor examine"]
+        assert end_step(models, step) == []
     lines = [line for line in capsys.readouterr().out.splitlines() if "n1" in line]
     assert lines == [f"recovery: node n1 should leave the run: maintenance. The run continues, because {line}"]
 
@@ -613,7 +637,7 @@ def test_leaving_node_waits_for_all_of_its_models(connects: list[str]) -> None:
     log: list[str] = []
     models = Models(Group("actor", log, nodes=(1, 2)), Group("critic", log, nodes=(2, 2)))
     models.members.spares, models.members.requests = ["n3"], {2: "maintenance"}
-    assert end_step(models, 1) == ["actor examine", "critic examine"]
+    assert end_step(models, 1) == []
     models.members.requests = {1: "maintenance"}
     assert "dismiss 1" in end_step(models, 2)
 
@@ -622,10 +646,34 @@ def test_node_leaves_between_copies(connects: list[str]) -> None:
     """A copy is made before the interval has passed, because the node should leave."""
     models = Models(actor(nodes=(1, 2)), every_steps=9)
     models.members.spares = ["n3"]
-    assert end_step(models, 1) == ["actor examine"]
+    assert end_step(models, 1) == []
     models.members.requests = {1: "maintenance"}
-    calls = end_step(models, 2)
-    assert calls == ["actor examine", "dismiss 1", *RESTART, "actor restore 2, kept by [1, 0]"]
+    assert end_step(models, 2) == ["dismiss 1", *RESTART, "actor restore 2, kept by [1, 0]"]
+
+
+def test_node_that_cannot_leave_causes_one_copy(connects: list[str]) -> None:
+    models = Models(actor(nodes=(1, 2)), every_steps=9)
+    models.members.requests = {1: "maintenance"}
+    for step in (1, 2, 3):
+        models.end(step)
+        models.trained.replace_leaving_node()
+    assert models.log == ["actor copy 1"]
+    models.members.spares = ["n3"]
+    assert end_step(models, 4) == [], "the state after this step is not copied"
+    assert "dismiss 1" in end_step(models, 5)
+
+
+def test_devices_are_examined_before_the_copy_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speed probe must not compete with the copy."""
+    group = actor()
+    models, examine = Models(group), group.examine_device
+    monkeypatch.setattr(group, "examine_device", lambda: group.log.append("actor examine") or examine())
+    models.end(1)
+    models.trained.replace_leaving_node()
+    assert models.log == ["actor examine", "actor copy 1"]
+    models.members.count = 1
+    models.end(2)
+    assert models.log[2:] == ["actor copy 2"]
 
 
 def test_node_that_must_leave_waits_for_the_copies(connects: list[str]) -> None:
@@ -635,10 +683,14 @@ def test_node_that_must_leave_waits_for_the_copies(connects: list[str]) -> None:
 
 
 def test_rank_lost_before_a_node_leaves_repeats_no_step(connects: list[str]) -> None:
-    group = actor(nodes=(1, 2), losing=["examine"])
+    group = actor(nodes=(1, 2), held=(1,), is_copying=True)
     models = Models(group)
     models.members.spares, models.members.requests = ["n3"], {1: "maintenance"}
-    assert end_step(models, 1) == ["actor examine", *RESTART, "actor restore 1, kept by [1, 0]", "actor examine"]
+    models.end(1)
+    models.log.clear()
+    group.losing.append("finish")
+    models.trained.replace_leaving_node()
+    assert models.log == ["actor finish", *RESTART, "actor restore 1, kept by [1, 0]"]
     assert "dismiss 1" in end_step(models, 2), "the copies are delivered again"
 
 

@@ -9,7 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    OutOfMemoryError,
+    RayTaskError,
+    TaskUnschedulableError,
+    WorkerCrashedError,
+)
 
 from megarl.cluster import pending as pending_module
 from megarl.cluster import session as module
@@ -374,7 +380,10 @@ def test_processes_that_no_spare_node_takes_over_are_named(nodes: Session) -> No
 MAY_FAIL = ("engine-0", "engine-1")
 
 
-@pytest.mark.parametrize("loss", [ActorDiedError(), OutOfMemoryError("low on memory")])
+@pytest.mark.parametrize(
+    "loss",
+    [ActorDiedError(), OutOfMemoryError("low on memory"), WorkerCrashedError(), TaskUnschedulableError("node died")],
+)
 def test_process_that_may_fail_may_be_lost(session: Session, ray: FakeRay, loss: Exception) -> None:
     calls = {"engine-0": Call(1, loss), "engine-1": Call(40, "samples")}
     assert session.submit(calls, "rollout", "rollout", may_fail=MAY_FAIL).result() == Answers(

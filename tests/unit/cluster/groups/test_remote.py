@@ -22,7 +22,7 @@ from megarl.cluster.groups.reward_models import (
 )
 from megarl.cluster.groups.rewards import RewardActor, RewardGroup, RewardWorker
 from megarl.cluster.groups.teachers import TeacherActor, TeacherEngineActor, TeacherEngineGroup, TeacherGroup
-from megarl.cluster.groups.trainers import ImageTrainerGroup, TrainerActor, TrainerGroup
+from megarl.cluster.groups.trainers import READ_ONLY_METHODS, ImageTrainerGroup, TrainerActor, TrainerGroup
 from megarl.cluster.pending import Answers, ready
 from megarl.config.cluster_schema import TimeoutKind
 from megarl.megatron.workers.actor import ActorWorker
@@ -155,3 +155,8 @@ def test_async_actor_awaits_coroutines() -> None:
 
 def test_worker_group_has_only_declared_methods() -> None:
     assert not hasattr(Doubles(FakeSession(), "doubles", {}), "later")
+
+
+def test_read_only_methods_are_remote_methods() -> None:
+    """A method under another name would wait for the copy of the state."""
+    assert {item.method.name for item in declarations(TrainerGroup).values()} >= READ_ONLY_METHODS
