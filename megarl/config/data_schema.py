@@ -43,6 +43,9 @@ class Data(Section):
     date: Annotated[str | None, BeforeValidator(_iso_date)]
     answer_column: str
     response_column: Text | None
+    image_column: Text | None
+    min_pixels: PositiveInt | None
+    max_pixels: PositiveInt | None
     source_column: Text | None
     messages_column: str
     chosen_column: str

@@ -36,6 +36,7 @@ class Model(Section):
     revision: Text | None
     dtype: Dtype
     head_dtype: Literal["float32", "model"]
+    vision: bool
 
     @property
     def logits_dtype(self) -> str:

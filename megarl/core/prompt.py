@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.core.arrays import HoldsArrays
+from megarl.core.prompt_images import PromptImage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,10 +20,12 @@ class Prompt(HoldsArrays):
     Attributes:
         id: unique within the data set, stable across runs with the same seed.
         text: the decoded `token_ids`, including special tokens.
-        token_ids: int32 [P]; any sequence is accepted.
+        token_ids: int32 [P]; any sequence is accepted. An image has as many placeholders as the vision tower has
+            features for it.
         messages: the conversation that the prompt continues; each message has a role and content.
         answer: the reference answer for reward functions; None if they need none.
         columns: the columns of the data row that reward functions require, as JSON values.
+        images: the images in the prompt, in the order of their placeholders.
     """
 
     id: str
@@ -31,6 +34,7 @@ class Prompt(HoldsArrays):
     answer: Any = None
     messages: tuple[Mapping[str, str], ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
         self._freeze("token_ids", np.int32)

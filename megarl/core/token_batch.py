@@ -27,6 +27,24 @@ class TeacherStates:
     parts: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ImageBatch:
+    """The images in a microbatch, each once, and the places of their features.
+
+    Attributes:
+        pixels: float32 [P, channels · time · height · width of a patch], the normalized patches of all images.
+        grids: int64 [I, 3], each image's numbers of patches in time, height and width, on the host.
+        places: int64 [F], the position in the pack of each feature, in the order in which the tower returns them.
+    """
+
+    pixels: torch.Tensor
+    grids: torch.Tensor
+    places: torch.Tensor
+
+    def to(self, device: torch.device) -> ImageBatch:
+        return ImageBatch(self.pixels.to(device), self.grids, self.places.to(device))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch(RowBatch):
     """One microbatch: D documents (one prompt and one response each), packed without padding between them.
@@ -46,6 +64,8 @@ class TokenBatch(RowBatch):
     candidate_ids     int64 [N, K]   tokens that the engine sampled from, padded with −1; a row of only −1 stands for
                                      the whole vocabulary; None: every row does
     labels            float32 [N]    label of each row's token, NaN if it has none; None: samples have no labels
+    rotary_positions  int64 [3, T]   position of each token in time, height and width; None: `positions` in each
+    images            the images in the pack; None: the pack has no images
     routes            int8 or int16 [T, layers, experts per token], as in Sample; None: no sample has routes
     teacher_states    each teacher's hidden states or most probable tokens, in the order of teachers.models; empty with
                       a sampled divergence. They stay in host memory, because those of an update may not fit on the
@@ -62,6 +82,8 @@ class TokenBatch(RowBatch):
     targets: torch.Tensor
     candidate_ids: torch.Tensor | None = None
     labels: torch.Tensor | None = None
+    rotary_positions: torch.Tensor | None = None
+    images: ImageBatch | None = None
     routes: torch.Tensor | None = None
     teacher_states: tuple[TeacherStates, ...] = ()
 

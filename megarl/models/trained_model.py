@@ -10,6 +10,7 @@ from megarl.config.schema import Config
 from megarl.models.classifier import as_classifier
 from megarl.models.mtp import add_mtp
 from megarl.models.value_head import add_value_head
+from megarl.models.vision import add_vision
 
 
 def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,5 +28,5 @@ def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) 
 
 def policy_hf_config(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the Hugging Face config of the policy as engines and exports have it, without a value head."""
-    mtp = config.actor.mtp
-    return dict(hf_config) if mtp.loss_coefficient is None else add_mtp(hf_config, mtp.is_trained)
+    mtp, policy = config.actor.mtp, add_vision(hf_config) if config.model.vision else dict(hf_config)
+    return policy if mtp.loss_coefficient is None else add_mtp(policy, mtp.is_trained)

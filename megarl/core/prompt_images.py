@@ -1,0 +1,43 @@
+"""Images among the tokens of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """One image in a prompt. Its tokens are consecutive placeholders, whose embeddings the vision tower's features
+    replace.
+
+    Attributes:
+        start: index of the first placeholder in the prompt's token ids.
+        num_tokens: number of placeholders.
+        grid: numbers of patches in time (1), height and width.
+        digest: SHA-256 of the encoded image.
+        file: the encoded image, such as a PNG file: bytes in an engine or a rank; a reference to bytes in Ray's object
+            store on the driver and in samples; None before a step draws the prompt.
+    """
+
+    start: int
+    num_tokens: int
+    grid: tuple[int, int, int]
+    digest: str
+    file: Any = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+
+def collapsed(token_ids: NDArray[np.int32], images: Sequence[PromptImage]) -> list[int]:
+    """Return the token ids with one placeholder per image, as engines receive them."""
+    is_kept = np.ones(len(token_ids), np.bool_)
+    for image in images:
+        is_kept[image.start + 1 : image.stop] = False
+    return token_ids[is_kept].tolist()
