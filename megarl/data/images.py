@@ -122,6 +122,12 @@ class ImageProcessor:
             )
         return cls(processor)
 
+    @property
+    def patch_sizes(self) -> tuple[int, int, int]:
+        """Height and width of a patch in pixels, number of its frames, and number of patches in height and width that
+        are merged into one feature."""
+        return self.processor.patch_size, self.processor.temporal_patch_size, self.processor.merge_size
+
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """Return the numbers of patches in time, height and width of an image with this size in pixels. Raise
         ImageError if one side is more than MAX_ASPECT_RATIO times as long as the other."""
