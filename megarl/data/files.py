@@ -74,7 +74,7 @@ def file_rows(
             function if function.startswith("data.") else f"the parameter of {function}", name, ANSWER_TYPE, _is_json
         )
         for name, function in further.items()
-        if function is not None and name != ALL_COLUMNS
+        if function is not None and name not in (ALL_COLUMNS, image_column)
     )
     if source_column is not None:
         columns += (Column("data.source_column", source_column, "text", lambda value: isinstance(value, str)),)
@@ -86,6 +86,11 @@ def file_rows(
         values = {name: column_of(record, name) for name in sorted(included)}
         for name, value in values.items():
             if not _is_json(value):
+                if name == image_column:
+                    raise UserError(
+                        f"{path}:{number}: column {name!r} (data.image_column) contains encoded images, which reward "
+                        f"functions do not receive. Fix: rename the parameter {name}, or store paths in the column"
+                    )
                 raise _wrong_type(f"{path}:{number}", name, ANSWER_TYPE, value)
         prompt = _plain(column_of(record, prompt_column))
         images = () if image_column is None else _images(record, image_column, prompt, f"{path}:{number}")

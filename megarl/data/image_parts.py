@@ -56,8 +56,8 @@ def place_images(prompt: Content, images: Sequence[Any], column: str, place: str
         if num_open < len(images):
             remedy = f"add {MARKER} to the prompt where each image belongs, or remove images"
         raise UserError(
-            f"{place}: the prompt has {num_open} placeholders ({MARKER}, or parts of type image), but column "
-            f"{column!r} (data.image_column) has {len(images)} images. Fix: {remedy}"
+            f"{place}: the number of placeholders in the prompt ({MARKER}, or parts of type image) is {num_open}, but "
+            f"the number of images in column {column!r} (data.image_column) is {len(images)}. Fix: {remedy}"
         )
     if isinstance(prompt, str) and not num_open:
         return prompt, ()

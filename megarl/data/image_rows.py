@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megarl.config.data_schema import Data
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.prompt_images import PromptImage
@@ -18,6 +19,7 @@ from megarl.data.image_files import ImageFiles, StoredImage, describe
 from megarl.data.image_parts import count_markers, place_images
 from megarl.data.images import ImageError, ImageProcessor
 from megarl.data.row import Content, Row
+from megarl.data.sources import place_of
 from megarl.models.folder import read_config
 from megarl.models.multimodal import VISION
 from megarl.models.vision import add_vision, vision_of
@@ -39,13 +41,10 @@ class ImageRows:
     """Loads the images of a data source.
 
     Attributes:
-        column: data.image_column.
-        chat_template: data.chat_template.
         token: id of the model's image placeholder.
     """
 
-    column: str
-    chat_template: bool
+    data: Data
     processor: ImageProcessor
     token: int
     files: ImageFiles
@@ -71,7 +70,7 @@ class ImageRows:
                 f"merged), but config.json of {(shape.patch, shape.temporal_patch, shape.merge)}. Fix: copy both files "
                 "from the original model"
             )
-        return cls(data.image_column, data.chat_template, processor, shape.image_token, ImageFiles())
+        return cls(data, processor, shape.image_token, ImageFiles())
 
     def load(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Yield the rows, with LoadedImages in the order of their placeholders and with a part of type image for each
@@ -93,11 +92,11 @@ class ImageRows:
         """
         if (num_tokens := token_ids.count(self.token)) != len(images):
             fix = "write the token once for each image, as the model's chat template does"
-            if self.chat_template:
+            if self.data.chat_template:
                 fix = "remove the token from the assistant's messages, or use a chat template that supports images"
             raise UserError(
-                f"{place}: the prompt has {num_tokens} of the model's image tokens, but {len(images)} images. "
-                f"Fix: {fix}"
+                f"{place}: the number of image tokens in the prompt is {num_tokens}, but the number of images is "
+                f"{len(images)}. Fix: {fix}"
             )
         expanded: list[int] = []
         placed: list[PromptImage] = []
@@ -117,10 +116,11 @@ class ImageRows:
             raise UserError(f"{place}: images are not supported in this column. Fix: describe them in text")
 
     def _load(self, row: Row) -> Row:
-        place = f"{row.source}:{row.number}"
+        place = place_of(row, self.data)
         prompt, values = row.prompt, row.images
-        if self.chat_template:
-            prompt, values = place_images(prompt, values, self.column, place)
+        if self.data.chat_template:
+            assert self.data.image_column is not None, "the data has no column with images"
+            prompt, values = place_images(prompt, values, self.data.image_column, place)
         else:
             plain(prompt, place)
         folder = Path(row.source).expanduser().parent

@@ -17,7 +17,7 @@ from megarl.core.errors import UserError
 from megarl.core.files import read_foreign_object
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
@@ -47,7 +47,7 @@ class ImageError(ValueError):
         self.fix = fix
 
 
-def decode(file: bytes) -> Image:
+def decode(file: bytes) -> Image.Image:
     """Return the first frame of an encoded image as RGB, rotated according to its EXIF orientation, with transparent
     areas in front of white, as vLLM decodes images. Raise ImageError if it is damaged or too large, or its format is
     not one of FORMATS."""
@@ -71,12 +71,12 @@ def decode(file: bytes) -> Image:
         raise ImageError(f"it cannot be decoded ({' '.join(str(error).split()) or type(error).__name__})") from error
 
 
-def _require_size(image: Image) -> None:
+def _require_size(image: Image.Image) -> None:
     if image.width * image.height > MAX_IMAGE_PIXELS:
         raise ImageError(f"it has {image.width} × {image.height} pixels, more than the maximum of {MAX_IMAGE_PIXELS}")
 
 
-def _to_rgb(image: Image) -> Image:
+def _to_rgb(image: Image.Image) -> Image.Image:
     from PIL import Image
 
     if image.mode == "RGB":
@@ -109,7 +109,7 @@ class ImageProcessor:
         settings = _settings(folder)
         overrides = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         settings |= {name: value for name, value in overrides.items() if value is not None}
-        processor = Qwen2VLImageProcessorPil.from_dict(settings)
+        processor = Qwen2VLImageProcessorPil(**settings)
         smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
         if smallest > largest:
             key = "data.min_pixels" if min_pixels is not None else "data.max_pixels"

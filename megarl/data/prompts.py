@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,8 @@ from megarl.data.chat import add_system_prompt, prompt_ids, with_response
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, content_of, file_rows
 from megarl.data.image_files import ImageFiles
 from megarl.data.image_rows import ImageRows
-from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, Row, as_messages
+from megarl.data.row import Content, Row, as_messages
+from megarl.data.sources import place_of, row_name, rows_of_files
 from megarl.models.tokenizer import decode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -234,30 +234,6 @@ def _stages(data: Data, task: str) -> list[tuple[reasoning.Task, int]]:
     options = [{name: value for name, value in stage.items() if name != "size"} for stage in stages]
     tasks = [reasoning.Task(task, {**data.options, **stage_options}) for stage_options in options]
     return [(task, stage["size"]) for task, stage in zip(tasks, stages, strict=True)]
-
-
-AnyRow = TypeVar("AnyRow", Row, MessageRow, PreferenceRow, LabelRow)
-
-
-def rows_of_files(data: Data, read: Callable[[Path], Iterator[AnyRow]]) -> Iterator[AnyRow]:
-    """Yield the rows of all files in order. `read` yields the rows of one file."""
-    for source in data.sources:
-        yield from (replace(row, source=source) for row in read(Path(source).expanduser()))
-
-
-def place_of(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> str:
-    """Return the location of a row, for error messages."""
-    return f"{row.source or data.source}:{row.number}"
-
-
-def row_name(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> str:
-    """Return a name for the row that is unique in the data: file name and row number. If several files have the same
-    name, the file name is preceded by the folders below the files' common folder."""
-    source = row.source or data.source
-    name = Path(source).name
-    is_taken = [Path(other).name for other in data.sources].count(name) > 1
-    unique = os.path.relpath(source, os.path.commonpath(data.sources)) if is_taken else name
-    return f"{unique}:{row.number}"
 
 
 def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]) -> tuple[float, ...] | None:

@@ -18,11 +18,13 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from megarl.config.evaluation import config_of_set
 from megarl.config.evaluation_schema import EvaluationSet
+from megarl.config.load import load as load_recipe
 from megarl.core.errors import UserError
 from megarl.core.prompt_images import collapsed
 from megarl.data.images import ImageProcessor
 from megarl.data.prompts import PromptSet, load_prompts
 from tests import tiny_vision
+from tests.paths import BASE
 from tests.tiny_vision import IMAGE_ID
 from tests.unit.data.image_data import config_of, jsonl, png
 
@@ -181,6 +183,8 @@ def test_parquet_rows_of_verl_contain_encoded_images(folder: Path, tmp_path: Pat
     data = load_prompts(config, folder)
     assert [len(prompt.images) for prompt in data.prompts] == [1, 0, 3]
     assert [data.images.read(image.digest) for image in data[2].images] == contents
+    with pytest.raises(UserError, match=r"train.parquet:1: .* contains encoded images, which reward functions do not"):
+        load_prompts(config, folder, {"images": "f"})
     with_rows = load_prompts(config, folder, {"row": None})
     assert with_rows[0].columns == {name: rows[0][name] for name in ("prompt", "reward_model")}
 
@@ -221,13 +225,13 @@ PLACE = "train.jsonl:2"
     [
         (
             {"prompt": "<image><image>", "images": ["a.png"]},
-            f"{PLACE}: the prompt has 2 placeholders (<image>, or parts of type image), but column 'images' "
-            "(data.image_column) has 1 images. Fix: add the images, or remove placeholders.",
+            f"{PLACE}: the number of placeholders in the prompt (<image>, or parts of type image) is 2, but the number "
+            "of images in column 'images' (data.image_column) is 1. Fix: add the images, or remove placeholders.",
         ),
         (
             {"prompt": user(TEXT), "images": ["a.png"]},
-            f"{PLACE}: the prompt has 0 placeholders (<image>, or parts of type image), but column 'images' "
-            "(data.image_column) has 1 images. Fix: add <image> to the prompt where each image belongs",
+            f"{PLACE}: the number of placeholders in the prompt (<image>, or parts of type image) is 0, but the number "
+            "of images in column 'images' (data.image_column) is 1. Fix: add <image> to the prompt where each image",
         ),
         (
             {"prompt": "<image>", "images": "missing.png"},
@@ -254,7 +258,7 @@ PLACE = "train.jsonl:2"
         ),
         (
             {"prompt": [{"role": "assistant", "content": "<|image_pad|>"}, *user(TEXT)], "images": None},
-            f"{PLACE}: the prompt has 1 of the model's image tokens, but 0 images. Fix: remove the token from the",
+            f"{PLACE}: the number of image tokens in the prompt is 1, but the number of images is 0. Fix: remove the",
         ),
     ],
     ids=["few", "many", "missing", "folder", "text", "http", "base64", "number", "column", "video", "assistant"],
@@ -296,6 +300,23 @@ def test_given_responses_follow_prompts_with_images(folder: Path) -> None:
     data = load(folder, row, response_column="response")
     [response] = data.responses.values()
     assert response.text == "A cat." and response.mask.all()
+
+
+def test_privileged_prompts_are_text(folder: Path) -> None:
+    teachers = "teachers.models=[{name: hinted, prompt_column: hint}]"
+
+    def load_hint(hint: Any) -> PromptSet:
+        source = jsonl(folder, {"prompt": "<image>", "images": "a.png", "hint": hint})
+        keys = [f"data.source={source}", "data.image_column=images", "model.path=unused", "model.vision=true"]
+        return load_prompts(
+            load_recipe(BASE, [*keys, teachers, "rollout={max_new_tokens: 16, context_length: 512}"]), folder
+        )
+
+    assert len(load_hint("It is a cat.").privileged["hint"]) == 1
+    with pytest.raises(UserError, match=r"column 'hint': images are not supported in this column. Fix: describe them"):
+        load_hint("Look: <image>")
+    with pytest.raises(UserError, match=r"column 'hint': expected text or a list of .* messages with text values"):
+        load_hint(user(IMAGE))
 
 
 def test_system_prompts_precede_prompts_with_images(folder: Path) -> None:
