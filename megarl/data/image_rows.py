@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,6 +27,11 @@ from megarl.models.vision import add_vision, vision_of
 
 ROWS_AT_ONCE = 64
 """Number of rows whose images are in memory at the same time."""
+
+MAX_THREADS = 16
+"""Maximum number of threads that decode images. The largest image takes 270 MB."""
+
+PROGRESS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +81,15 @@ class ImageRows:
     def load(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Yield the rows, with LoadedImages in the order of their placeholders and with a part of type image for each
         of them. Raise a UserError that names the row if an image cannot be used, or if a row's placeholders do not
-        match its images."""
-        with ThreadPoolExecutor(os.cpu_count(), "images") as pool:
+        match its images. Print the progress every PROGRESS_S seconds."""
+        num_loaded, printed = 0, time.monotonic()
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "images") as pool:
             while batch := list(islice(rows, ROWS_AT_ONCE)):
                 yield from pool.map(self._load, batch)
+                num_loaded += len(batch)
+                if time.monotonic() > printed + PROGRESS_S:
+                    printed = time.monotonic()
+                    print(f"data: checked the images of {num_loaded:,} rows", flush=True)
 
     def expand(
         self, token_ids: list[int], images: Sequence[LoadedImage], place: str
