@@ -120,7 +120,10 @@ def _source(value: Any, folder: Path) -> Path | bytes:
         raise ImageError("images are not downloaded", "download it and use the file's path")
     if scheme != "file":
         return folder / value
-    url = urlsplit(value)
+    try:
+        url = urlsplit(value)
+    except ValueError as error:
+        raise ImageError(f"its URL is invalid ({error})", "correct the URL, or drop the row") from None
     if url.netloc not in ("", "localhost"):
         raise ImageError(f"it is on another host ({url.netloc})", "copy it and use the file's path")
     return folder / unquote(url.path)
@@ -157,7 +160,7 @@ def _read(path: Path) -> bytes:
 def describe(value: Any) -> str:
     """Return a short description of an image of a data row, for error messages: its path, or its form."""
     if isinstance(value, Mapping):
-        return describe(value.get("path") or value.get("bytes"))
+        return describe(value.get("path") or value.get("bytes") or "")
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     return value if len(value) <= 80 and not value.lower().startswith("data:") else f"{value[:30]}…"

@@ -30,10 +30,6 @@ def has_own_images(prompt: Content) -> bool:
     return any(_own_image(part) is not None for part in _parts(prompt))
 
 
-def has_image_parts(prompt: Content) -> bool:
-    return any(map(_is_placeholder, _parts(prompt)))
-
-
 def count_markers(prompt: Content) -> int:
     """Return the number of markers in the prompt's texts."""
     contents = [message["content"] for message in as_messages(prompt, "user")]

@@ -250,6 +250,12 @@ PLACE = "train.jsonl:2"
             {"prompt": "<image>", "images": "data:image/png;base64,!"},
             f"{PLACE}: image 1 (data:image/png;base64,!…): its data: URL is not valid base64",
         ),
+        ({"prompt": "<image>", "images": "file://[a"}, f"{PLACE}: image 1 (file://[a): its URL is invalid"),
+        ({"prompt": "<image>", "images": {"path": ""}}, f"{PLACE}: image 1 (): it is not a regular file"),
+        (
+            {"prompt": "<image>", "images": "a" * 300},
+            f"{PLACE}: image 1 ({'a' * 30}…): it cannot be read (File name too",
+        ),
         ({"prompt": "<image>", "images": 3}, f"{PLACE}: column 'images': expected null, or one or a list of images"),
         ({"prompt": "Hi"}, f"{PLACE}: missing column 'images' (expected: null, or one or a list of images"),
         (
@@ -261,7 +267,22 @@ PLACE = "train.jsonl:2"
             f"{PLACE}: the number of image tokens in the prompt is 1, but the number of images is 0. Fix: remove the",
         ),
     ],
-    ids=["few", "many", "missing", "folder", "text", "http", "base64", "number", "column", "video", "assistant"],
+    ids=[
+        "few",
+        "many",
+        "missing",
+        "folder",
+        "text",
+        "http",
+        "base64",
+        "url",
+        "empty",
+        "long",
+        "number",
+        "column",
+        "video",
+        "assistant",
+    ],
 )
 def test_unusable_rows_are_errors(folder: Path, row: dict[str, Any], message: str) -> None:
     assert error(folder, row).startswith(message)
