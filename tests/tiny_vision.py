@@ -64,7 +64,7 @@ _TEXTS: dict[Kind, dict[str, Any]] = {
         rope_parameters=_INTERLEAVED,
         num_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=32,
+        moe_intermediate_size=48,
         decoder_sparse_step=1,
     ),
     "qwen3_5": _GROUPED
