@@ -66,6 +66,7 @@ _TEXTS: dict[Kind, dict[str, Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=48,
         decoder_sparse_step=1,
+        norm_topk_prob=True,
     ),
     "qwen3_5": _GROUPED
     | dict(
