@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megarl.data.images import ImageProcessor
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
@@ -23,6 +22,7 @@ from megarl.core.completion import VersionRun
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
+from megarl.data.images import ImageProcessor
 from megarl.models.folder import read_config
 from megarl.models.vision import add_vision
 from tests import tiny_vision
