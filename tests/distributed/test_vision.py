@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from tests.parity import (
     TEMPERATURE,
     Group,
     Outcome,
+    RankResult,
     config_of,
     local_batch,
     rank_batches,
@@ -179,9 +180,13 @@ def config_with_vision(folder: Path, *overrides: str) -> Config:
 
 def assert_trains_like(case: Case, *overrides: str) -> None:
     """Run two updates in Megatron, and compare the second with the reference's."""
-    folder, groups, (exact, plain) = case
-    config = config_with_vision(folder, *overrides)
-    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, [groups, groups])
+    config = config_with_vision(case.folder, *overrides)
+    ranks = run_ranks(config.actor.layout.world_size, train, config, case.folder, [case.groups, case.groups])
+    assert_same_outcome(case.folder, ranks, case.reference)
+
+
+def assert_same_outcome(folder: Path, ranks: Sequence[RankResult], reference: Expected[Outcome]) -> None:
+    exact, plain = reference
     reported = [rank.metrics for rank in ranks if rank.metrics]
     loss = sum(metrics["policy/loss"].value for metrics in reported)
     assert loss == close_to(exact.loss, plain.loss, LOSS_FLOOR)
