@@ -188,6 +188,7 @@ def _build(shape: VisionShape, vision_config: Mapping[str, Any], config: Transfo
     with no_init_weights():
         tower = AutoModel.from_config(tower_config, dtype=config.params_dtype, attn_implementation="sdpa")
     if config.recompute_granularity == "full":
+        tower.main_input_name = "hidden_states"  # else transformers requires a gradient of token embeddings
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     return tower
 
