@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -33,14 +34,14 @@ class ImageBatch:
     occurs several times in the pack has several places.
 
     Attributes:
-        pixels: the normalized patches of each image, float32 [P_i, channels · time · height · width of a patch].
-            Microbatches may share them.
+        pixels: returns the normalized patches of all images, float32 [P, channels · time · height · width of a patch].
+            A thread calls it while the device processes the previous microbatch.
         grids: int64 [I, 3], each image's numbers of patches in time, height and width.
         sources, places: int64 [F], indices among the features of all images, in the order in which the tower returns
             them, and the position in the pack of each of these features.
     """
 
-    pixels: tuple[torch.Tensor, ...]
+    pixels: Callable[[], torch.Tensor]
     grids: torch.Tensor
     sources: torch.Tensor
     places: torch.Tensor

@@ -36,7 +36,7 @@ TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
 float32 [R]."""
 
 Pixels = Callable[[PromptImage], torch.Tensor]
-"""Returns the normalized patches of an image, float32 [P, channels · time · height · width of a patch]."""
+"""Computes the normalized patches of an image, float32 [P, channels · time · height · width of a patch]."""
 
 
 def collate(
@@ -253,7 +253,7 @@ class _Layout:
             return None
         sources = [np.arange(start, start + len(places)) for start, places in places_of_source.values()]
         return ImageBatch(
-            tuple(map(pixels, found)),
+            lambda: torch.cat(tuple(map(pixels, found))),
             torch.tensor([image.grid for image in found]),
             torch.from_numpy(_concatenate(sources, np.int64)),
             torch.from_numpy(_concatenate((places for _, places in places_of_source.values()), np.int64)),

@@ -112,14 +112,14 @@ class VisionTower:
         target, tokens = batch.tokens.device, local.cpu()
         parts = [tokens, parallel.local_part(tokens) if self._config.sequence_parallel else tokens]
         embedded, added = (Features.among(images, part, len(batch.tokens)).to(target) for part in parts)
-        pixels = torch.cat(images.pixels).to(self._patch_weight.dtype)
+        pixels = images.pixels().to(self._patch_weight.dtype)
         return ImageInput(device.send(pixels, target), device.send(images.grids, target), embedded, added)
 
     def _featureless(self) -> ImageBatch:
         """Return the smallest image, of which no feature is placed, so that the tower's gradient is zero."""
         merge: int = self._tower.spatial_merge_size  # pyright: ignore[reportAssignmentType]
         pixels, none = torch.zeros(merge**2, self._patch_weight[0].numel()), torch.empty(0, dtype=torch.int64)
-        return ImageBatch((pixels,), torch.tensor([[1, merge, merge]]), none, none)
+        return ImageBatch(lambda: pixels, torch.tensor([[1, merge, merge]]), none, none)
 
     @property
     def _patch_weight(self) -> torch.Tensor:

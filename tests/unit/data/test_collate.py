@@ -159,7 +159,7 @@ def test_shared_image_has_one_place():
     samples = [with_images(sample, one_image(1)) for sample in samples_of_one_prompt()]
     batch = collate(samples, packing(4, True), pixels=pixels)
     assert batch.images is not None
-    assert len(batch.images.pixels) == 1
+    assert len(batch.images.pixels()) == 8
     assert batch.images.grids.tolist() == [[1, 2, 4]]
     assert (batch.images.sources.tolist(), batch.images.places.tolist()) == ([0, 1], [1, 2])
     assert batch.rotary_positions is not None
@@ -176,7 +176,7 @@ def test_image_of_unshared_prompts_has_several_places():
     text = training_sample("c", "q", [11, 12], [21])
     batch = collate([samples[0], text, samples[1]], packing(1, False), pixels=pixels)
     assert batch.images is not None
-    assert len(batch.images.pixels) == 1
+    assert len(batch.images.pixels()) == 8
     assert (batch.images.sources.tolist(), batch.images.places.tolist()) == ([0, 1, 0, 1], [0, 1, 8, 9])
     assert batch.rotary_positions is not None
     assert batch.rotary_positions[:, 5:8].tolist() == [[0, 1, 2]] * 3
@@ -191,7 +191,7 @@ def test_prompts_with_different_images_are_not_shared():
     )
     assert batch.images is not None
     assert (batch.images.sources.tolist(), batch.images.places.tolist()) == ([0, 1, 2, 3], [1, 2, 6, 7])
-    assert [part.mean().item() for part in batch.images.pixels] == [1.0, 0.0]
+    assert batch.images.pixels().mean(1).tolist() == [1.0] * 8 + [0.0] * 8
 
 
 def test_patches_are_left_out_without_a_tower():
