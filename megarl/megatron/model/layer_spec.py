@@ -74,7 +74,7 @@ class PackedDocuments(PackedSeqParams):
     @property
     def within_documents(self) -> PackedSeqParams:
         """Megatron's parameters for layers that process each document separately."""
-        assert self.boundaries is not None, "the microbatch was prepared without document boundaries"
+        assert self.boundaries is not None and self.longest is not None, "the documents' lengths are unknown"
         return PackedSeqParams(
             "thd",
             cu_seqlens_q=self.boundaries,
