@@ -63,6 +63,7 @@ def main() -> None:
     from megarl.megatron.model import kernels
     from tests import dense_gpt_oss
     from tests.distributed.test_lora import train_adapters
+    from tests.distributed.test_vision import groups_of
     from tests.parity import branching_group, config_of, random_groups, train
 
     dense_gpt_oss.register(pytest.MonkeyPatch())
@@ -75,7 +76,9 @@ def main() -> None:
         try:
             config = config_of(Path(model), "actor.tokens_per_microbatch=256", *overrides)
             make_updates = train if config.actor.adapters is None else train_adapters
-            rank = make_updates(store, 0, config, Path(model), [[*random_groups(0), branching_group(0)]], **packing)
+            text = [*random_groups(0), branching_group(0)]
+            groups = groups_of(Path(model)) if config.model.vision else text
+            rank = make_updates(store, 0, config, Path(model), [groups], **packing)
         except BaseException as error:
             error.add_note(f"in case {name!r}")
             raise

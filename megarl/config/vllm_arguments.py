@@ -44,6 +44,10 @@ MANAGED: dict[EngineSection, dict[str, str | None]] = {
         "logprobs_mode": None,
         "moe_backend": None,
         "hf_overrides": None,
+        "mm_processor_kwargs": "data.max_pixels",
+        "mm_device_do_normalize": None,
+        "mm_processor_cache_gb": None,
+        "mm_encoder_tp_mode": None,
     },
     "reward_model": _ALWAYS
     | {

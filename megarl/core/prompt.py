@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,3 +42,10 @@ class Prompt(HoldsArrays):
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+    def with_files(self, files: Sequence[Any]) -> Prompt:
+        """Return the prompt with these files of its images, in order: bytes, references to bytes, or None."""
+        if not self.images:
+            return self
+        images = (replace(image, file=file) for image, file in zip(self.images, files, strict=True))
+        return replace(self, images=tuple(images))

@@ -106,6 +106,16 @@ class VisionShape:
         return self.model_type == "qwen2_5_vl"
 
     @property
+    def has_deepstack(self) -> bool:
+        """Whether features of the tower's inner layers can be added in the text model."""
+        return self.model_type in ("qwen3_vl", "qwen3_vl_moe")
+
+    @property
+    def has_transposed_experts(self) -> bool:
+        """Whether checkpoints store the columns of stacked experts before the rows."""
+        return self.model_type == "qwen3_vl_moe"
+
+    @property
     def patch_dim(self) -> int:
         """Number of values in a patch."""
         return CHANNELS * self.temporal_patch * self.patch**2

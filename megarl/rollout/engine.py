@@ -66,6 +66,7 @@ class SamplingRequest(Sampling):
 
     def turn(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()) -> TurnRequest:
         """Return the request for the rollout's next turn after these tokens, with additional stop strings."""
+        assert not self.prompt.images, "config rules must reject environments with images"
         common = {item.name: getattr(self, item.name) for item in fields(Sampling)}
         overrides = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": (*self.stop, *stop)}
         return TurnRequest(np.asarray(token_ids, np.int32), sample_id=self.sample_id, **common | overrides)

@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import resource
 import shutil
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -37,9 +38,10 @@ from megarl.models.trained_model import trained_hf_config
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
-from tests import parity
+from tests import parity, tiny_vision
 from tests.closeness import Expected
 from tests.distributed.test_families import DEEPSEEK, GATED_DELTA, GATED_DELTA_EXPERTS
+from tests.distributed.test_vision import groups_of
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import (
@@ -249,6 +251,14 @@ def test_delta_net_checkpoints_survive_a_round_trip(recurrent, tmp_path, pair):
     """There is no reference: after an update of this model, transformers' own gradients differ by 1e-2 between float32
     and float64."""
     check_round_trip(recurrent, None, tmp_path, PAIRS_WITH_DELTA_NETS[pair])
+
+
+@pytest.mark.exhaustive
+def test_vision_tower_survives_a_round_trip(tmp_path, monkeypatch):
+    model = tiny_vision.build(tmp_path / "model", "qwen2_5_vl")
+    monkeypatch.setattr(sys.modules[__name__], "UPDATES", [groups_of(model)] * len(UPDATES))
+    keys = "model.vision=true", "batch={prompts_per_step: 4, prompts_per_update: 4}"
+    check_round_trip(model, None, tmp_path, PAIRS["PP2, VPP2 and TP2, SP"], *keys)
 
 
 KEPT, TRAINED = "actor.mtp.loss_coefficient=0.0", "actor.mtp.loss_coefficient=0.3"

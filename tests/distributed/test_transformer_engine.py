@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import dense_gpt_oss
+from tests import dense_gpt_oss, tiny_vision
 from tests.closeness import assert_close, expected
 from tests.distributed import test_lora as lora
 from tests.distributed.test_families import MODELS, write
+from tests.distributed.test_vision import VisionReference, assert_same_outcome, groups_of
 from tests.lora_reference import MergedReference, PeftReference, write_adapters
 from tests.marks import exhaustive_but
 from tests.parity import assert_same_training, branching_group, canonical, plain_training, random_groups
@@ -88,6 +89,7 @@ def folders(tmp_path_factory) -> Iterator[dict[str, Path]]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: write(tmp_path_factory.mktemp("model"), name) for name in NAMES & IN_TEST}
     folders[dense_gpt_oss.NAME] = dense_gpt_oss.write(tmp_path_factory.mktemp("model"))
+    folders["images"] = tiny_vision.build(tmp_path_factory.mktemp("images") / "model", "qwen3_vl")
     return folders | {"bfloat16": write_tiny_llama(tmp_path_factory.mktemp("bfloat16"))}
 
 
@@ -110,6 +112,8 @@ def trained(folders, adapted, tmp_path_factory) -> dict[str, Trained]:
     cases[dense_gpt_oss.NAME] = str(folders[dense_gpt_oss.NAME]), [], {}
     cases |= {f"{name}, prompts apart": (str(folders[name]), [], apart) for name in (*APART, dense_gpt_oss.NAME)}
     cases |= {name: (str(case.folder), case.keys, {}) for name, case in adapted.items() if name in IN_TEST}
+    with_images = str(folders["images"]), ["model.vision=true", "batch={prompts_per_step: 4, prompts_per_update: 4}"]
+    cases |= {"images": (*with_images, {}), "images, prompts apart": (*with_images, apart)}
     half = str(folders["bfloat16"]), ["model.dtype=bfloat16"], {}
     cases["bfloat16"] = half
     for recipe, (*_, recompute) in FP8.items():
@@ -144,6 +148,16 @@ def test_packs_without_shared_prompts_train_equally(trained, folders, name):
     for what in ("gradients", "weights"):
         actual, expected = (canonical(folders[name], [case.rank], what) for case in (apart, shared))
         assert_close(actual, expected, expected, what)
+
+
+def test_images_have_positions_of_their_own(trained, folders):
+    """Transformer Engine's attention separates documents, but its rotation reads the angles of each token."""
+    folder = folders["images"]
+    reference = expected(lambda: VisionReference(folder).outcome([groups_of(folder)]))
+    shared, apart = trained["images"], trained["images, prompts apart"]
+    assert apart.attended and not shared.attended
+    for result in (shared, apart):
+        assert_same_outcome(folder, [result.rank], reference)
 
 
 @pytest.mark.parametrize("case", [dense_gpt_oss.NAME, f"{dense_gpt_oss.NAME}, prompts apart"])

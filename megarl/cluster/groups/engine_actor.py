@@ -128,7 +128,8 @@ class EngineActor(EngineProcess, VllmActor):
         from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
         config, model, routes = self._config, self._config.model, self._config.actor.experts.replay_routes
-        settings = model.dtype, config.run.seed, routes, model.head_dtype
+        pixels = (config.data.min_pixels, config.data.max_pixels) if model.vision else None
+        settings = model.dtype, config.run.seed, routes, model.head_dtype, pixels
         return rollout_arguments(config.rollout, self._model_folder, *settings)
 
     @staticmethod

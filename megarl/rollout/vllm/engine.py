@@ -21,6 +21,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from megarl.config.rollout_schema import Rollout
 from megarl.core import device
 from megarl.core.completion import NO_DRAFTS, CandidateIds, Completion, DraftCounts, VersionRun
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.environments.transcript import Transcript
 from megarl.models.families import completed
@@ -34,6 +35,7 @@ from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import EngineInfo, Sampling, SamplingRequest, SyncStats, TurnRequest
 from megarl.rollout.routes import expert_layer_routes, whole_routes
 from megarl.rollout.stepping import SteppedEngine
+from megarl.rollout.vllm.images import ImageInputs
 from megarl.rollout.vllm.ranks import has_lost_a_rank
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
@@ -85,6 +87,8 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         self._tokenizer = self._llm.get_tokenizer()
         self._routed = experts(completed(read_config(Path(arguments["model"])))) if returns_routes else None
         """The model's experts if completions contain routes, else None."""
+        self._images = ImageInputs.of(arguments)
+        """None if the engine has no vision tower."""
         if self._captures_routes:
             self._call_workers(RefitExtension.capture_routes)
         self._descriptions = self._call_workers(RefitExtension.describe)
@@ -141,6 +145,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         assert self._is_paused or not self._pending, "cannot sleep while sampling. Pause the engine first"
         if not keeps_weights:
             self.version = None
+        self._reset_features()  # they would occupy device memory
         self._llm.sleep(level=1 if keeps_weights else 2, mode="keep")
 
     def _wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ("weights", "kv_cache")) -> None:
@@ -167,6 +172,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         self._finish_steps()
         stats = self._call_workers(RefitExtension.refit, expected)
         self._num_refits += 1
+        self._reset_features()
         if self._config.kv_cache_on_update == "recompute":
             # Running requests recompute the KV cache of their prompts and sampled tokens before their next token.
             self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
@@ -174,6 +180,11 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
             self._resubmit_tokenless()
         self.hold(version)
         return stats
+
+    def _reset_features(self) -> None:
+        """Drop the features of images. Requests that still need them for their prompts compute them again."""
+        if self._images is not None:
+            self._llm.llm_engine.reset_encoder_cache()
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
         self._wake(["weights"])
@@ -206,11 +217,16 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
                 raise result.error
         return results
 
-    def _submit(self, name: str, token_ids: list[int], request: Sampling) -> _Submitted:
+    def _submit(self, name: str, token_ids: list[int], request: SamplingRequest | TurnRequest) -> _Submitted:
         """Submit a request to vLLM. The cache salt separates prefix-cache entries by
         refit and purpose. A request must not reuse entries from older weights, which stay in the cache because
         interrupted samples still use and extend them."""
-        prompt = tokens_input(token_ids, cache_salt=f"{self._num_refits}{request.purpose}")
+        salt, images = f"{self._num_refits}{request.purpose}", _images_of(request)
+        if images:
+            assert self._images is not None, "config rules must reject images without model.vision"
+            prompt = self._images.prompt(token_ids, images, salt)
+        else:
+            prompt = tokens_input(token_ids, cache_salt=salt)
         vllm_id = self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
         return _Submitted(vllm_id, self._draft_record(vllm_id))
 
@@ -256,6 +272,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
 
     def _sample(self, request: SamplingRequest, completion: Completion) -> Sample:
         ids = completion.token_ids
+        prompt = request.prompt.with_files([None] * len(request.prompt.images))  # samples carry no images
         text = response_text(
             self._tokenizer,  # pyright: ignore[reportArgumentType]  # vLLM's protocol for tokenizers lacks methods
             request.prompt.token_ids.tolist(),
@@ -265,10 +282,10 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
             transcript = Transcript(request.prompt.token_ids.tolist())
             transcript.add_context(request.prefix)
             transcript.add_turn(completion)
-            return transcript.sample(request.sample_id, request.prompt, text, request.sample_id, None)
+            return transcript.sample(request.sample_id, prompt, text, request.sample_id, None)
         return Sample(
             id=request.sample_id,
-            prompt=request.prompt,
+            prompt=prompt,
             response_ids=ids,
             response_logprobs=completion.logprobs,
             response_mask=np.ones(len(ids), np.bool_),
@@ -314,6 +331,11 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # these parameters are not shared between requests
         )
+
+
+def _images_of(request: SamplingRequest | TurnRequest) -> Sequence[PromptImage]:
+    """Return the images in a request. Turns have none, because environments do not support images."""
+    return request.prompt.images if isinstance(request, SamplingRequest) else ()
 
 
 def _value_or(value: T | None, default: T) -> T:

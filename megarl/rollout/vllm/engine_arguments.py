@@ -19,6 +19,7 @@ from megarl.models.families import completed
 from megarl.models.folder import is_dequantized, read_config, resolve
 from megarl.models.huggingface import experts, latent_attention, linear_attention
 from megarl.resharding.families.quantized import quantization_config
+from megarl.rollout.vllm.images import PIXELS, vision_arguments
 
 INVARIANT_KERNELS = (9, 0)
 """Minimum compute capability for vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT in its envs.py)."""
@@ -65,7 +66,7 @@ def engine_arguments(
         # The trainer's kernels keep the state in float32, but vLLM's default for Qwen3-Next is the model's dtype.
         arguments["mamba_ssm_cache_dtype"] = "float32"
     required = _required_on_cpu(folder)
-    if text_model := _text_model(folder):
+    if PIXELS not in specific and (text_model := _text_model(folder)):
         arguments["hf_overrides"] = text_model | arguments.get("hf_overrides", {})
     assert (arguments | required).keys() <= MANAGED[section].keys() | ADJUSTABLE, (
         "config/vllm_arguments.py does not list all arguments"
@@ -111,9 +112,14 @@ def rollout_arguments(
     seed: int,
     returns_routes: bool = False,
     head_dtype: Literal["float32", "model"] = "float32",
+    pixels: tuple[int | None, int | None] | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` for a rollout engine. Raise UserError like `engine_arguments`.
-    `returns_routes`: whether completions contain the experts chosen for each token."""
+
+    Args:
+        returns_routes: whether completions contain the experts chosen for each token.
+        pixels: data.min_pixels and data.max_pixels; None for an engine without a vision tower.
+    """
     if config.batch_invariant and device.capability() < INVARIANT_KERNELS:
         raise UserError(
             "rollout.batch_invariant=true: vLLM's batch-invariant kernels require a GPU with compute capability 9.0 or "
@@ -149,6 +155,7 @@ def rollout_arguments(
         enable_sleep_mode=config.sleep and device.on_cuda(),
         seed=seed,
         **routes,
+        **({} if pixels is None else vision_arguments(*pixels)),
         **_speculative_arguments(config, model_folder),
     )
 

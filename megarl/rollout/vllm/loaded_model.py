@@ -26,4 +26,5 @@ class LoadedModel:
 
 def token_prompts(samples: Sequence[Sample]) -> list[TokensPrompt]:
     """Return one engine prompt per sample, which consists of the sample's prompt and response."""
+    assert not any(sample.prompt.images for sample in samples), "config rules must reject images for these models"
     return [TokensPrompt(prompt_token_ids=sample.token_ids.tolist()) for sample in samples]

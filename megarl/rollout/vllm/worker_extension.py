@@ -38,7 +38,7 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region, check_weights, differing_regions
 from megarl.rollout.engine import SyncStats
-from megarl.rollout.vllm import cpu_support, draft_padding, draft_weights, text_models
+from megarl.rollout.vllm import cpu_support, draft_padding, draft_weights, multimodal_models
 from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 from megarl.rollout.vllm.route_capture import RouteCapture
 from megarl.rollout.worker import WeightReceiver, describe_arithmetic, hashes, shapes_and_dtypes
@@ -51,7 +51,7 @@ stacks.write_on_request()
 cpu_support.install()
 draft_padding.install()
 draft_weights.install()
-text_models.install()
+multimodal_models.install()
 if ENDS_WITH_PARENT in os.environ:
     signal_with_parent(signal.SIGKILL)
 

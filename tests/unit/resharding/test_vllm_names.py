@@ -14,13 +14,13 @@ from megarl.resharding.families import huggingface_holder, vllm_holder
 from megarl.resharding.families.vllm import DRAFTER
 from megarl.resharding.piece import Holder
 from megarl.resharding.transports.transport import view
-from megarl.rollout.vllm import text_models
+from megarl.rollout.vllm import multimodal_models
 from tests.marks import exhaustive_but
 from tests.published_models import CONFIGS
 from tests.unit.resharding.cases import stacked
 from tests.unit.resharding.vllm_world import SHARED, weights, worker
 
-text_models.install()
+multimodal_models.install()
 
 LATENT = dict(
     kv_lora_rank=512,
