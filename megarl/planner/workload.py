@@ -199,10 +199,10 @@ class TextWorkload(Workload):
         )
 
     def describe(self) -> str:
-        image = f" (one image of {self.image_features:,.0f} each)" if self.image_features else ""
+        image = f" ({self.image_features:,.0f} for the assumed image)" if self.image_features else ""
         text = (
-            f"{self.trained:,} samples with {self.prompt_tokens:,.0f}{image} + {self.response_tokens:,.0f} tokens on "
-            f"average, {self.trained_tokens / 1e6:,.2f} million in total, {self._in_updates}"
+            f"{self.trained:,} samples with {self.prompt_tokens:,.0f} + {self.response_tokens:,.0f} tokens on "
+            f"average{image}, {self.trained_tokens / 1e6:,.2f} million in total, {self._in_updates}"
         )
         return text if self.is_offline else f"{text}; the longest response has {self.longest_response:,.0f} tokens"
 
