@@ -119,16 +119,19 @@ def vision_bytes(
 
     With hidden size h, f rows in an MLP and b bytes per element, a layer keeps per patch: 4h · b + 2 · 4 for the norms'
     and the projections' inputs; 6h · b in attention: queries and keys before and after rotation, values and output; and
-    2f · b in the MLP, or 4f · b if it has a gate. With full recomputation, it keeps its input."""
+    2f · b in the MLP, or 4f · b if it has a gate. With full recomputation, it keeps its input. The patches themselves
+    are kept as well."""
     patches = packed.features * vision.merge**2
     rows = (4 if vision.is_gated else 2) * vision.intermediate
     layer = (10 * vision.hidden + rows) * num_bytes + 2 * FLOAT32
     kept = vision.hidden * num_bytes if recompute == "full" else layer
     in_flight = layers_in_flight(layout, 0, vision.depth, packed.microbatches)
-    mergers = packed.features * (1 + len(vision.deepstack)) * (3 * vision.merged + vision.out_hidden) * num_bytes
-    passing = patches * layer + mergers
+    ends = packed.features * (1 + len(vision.deepstack)) * (3 * vision.merged + vision.out_hidden) * num_bytes
+    ends += patches * vision.patch_dim * num_bytes
     recomputed = patches * (layer - kept)
-    return round(patches * kept * in_flight + recomputed + mergers), round(passing)
+    return round(patches * kept * in_flight + recomputed + ends * in_flight / vision.depth), round(
+        patches * layer + ends
+    )
 
 
 def _states(settings: Trained, memory: RankMemory) -> dict[str, float]:
