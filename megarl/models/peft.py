@@ -16,7 +16,7 @@ from megarl.config.model_schema import Lora
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.core.files import parse_object, read_foreign_object
-from megarl.models.weight_files import open_file
+from megarl.models.weight_files import TEXT_PREFIX, open_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -34,21 +34,26 @@ class AdapterFormat:
     Attributes:
         weights: name of the weights file.
         prefix: prefix of its tensor names.
+        replaced: the prefix that these names have in PEFT's format for text models.
     """
 
     weights: str
     prefix: str
+    replaced: str = PREFIX
 
     def stored_name(self, tensor: str) -> str:
-        """Return the name of a tensor in this format from its name in PEFT's."""
-        return f"{self.prefix}{tensor.removeprefix(PREFIX)}"
+        """Return the name of a tensor in this format from its name in PEFT's for text models."""
+        return f"{self.prefix}{tensor.removeprefix(self.replaced)}"
 
     def peft_name(self, stored: str) -> str:
-        """Return the name of a tensor in PEFT's format. A name without the prefix is unchanged."""
-        return f"{PREFIX}{stored.removeprefix(self.prefix)}" if stored.startswith(self.prefix) else stored
+        """Return the name of a tensor in PEFT's format for text models. A name without the prefix is unchanged."""
+        return f"{self.replaced}{stored.removeprefix(self.prefix)}" if stored.startswith(self.prefix) else stored
 
 
 PEFT = AdapterFormat(WEIGHTS, PREFIX)
+PEFT_MULTIMODAL = AdapterFormat(WEIGHTS, f"{PREFIX}{TEXT_PREFIX}", f"{PREFIX}model.")
+"""PEFT's format for the text model of a multimodal model."""
+
 DIFFUSERS = AdapterFormat("pytorch_lora_weights.safetensors", "transformer.")
 """The format that diffusers' `load_lora_weights` reads."""
 
@@ -115,8 +120,16 @@ RETRAIN = "set actor.lora.path to plain LoRA adapters"
 
 
 def format_of(folder: Path) -> AdapterFormat:
-    """Return the format of a folder with adapters."""
+    """Return the format of a folder with adapters: DIFFUSERS or, regardless of the model, PEFT."""
     return DIFFUSERS if (folder / DIFFUSERS.weights).is_file() else PEFT
+
+
+def names_format_of(folder: Path) -> AdapterFormat:
+    """Return the format of the tensor names in a folder with adapters. Raise a UserError if the file is damaged."""
+    form = format_of(folder)
+    with open_file(folder / form.weights, "numpy") as file:
+        is_multimodal = any(name.startswith(PEFT_MULTIMODAL.prefix) for name in map(str, file.keys()))
+    return PEFT_MULTIMODAL if is_multimodal else form
 
 
 def check_adapter_config(folder: Path, lora: Lora) -> None:
@@ -192,13 +205,16 @@ def _variant_problems(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={content[key]!r}, which is not plain LoRA: {reason}. Fix: {remedy}"
 
 
-def adapter_config(lora: Lora, base: str, layers: Sequence[str], task: str | None) -> dict[str, Any]:
+def adapter_config(
+    lora: Lora, base: str, layers: Sequence[str], task: str | None, excluded: str | None = None
+) -> dict[str, Any]:
     """Return the contents of a LoraConfig.
 
     Args:
         base: path or name of the base model.
         layers: names of all layers with adapters.
         task: PEFT's task_type.
+        excluded: regular expression for the names of layers without adapters whose names end like those of others.
     """
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
@@ -209,6 +225,7 @@ def adapter_config(lora: Lora, base: str, layers: Sequence[str], task: str | Non
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted({target for layer in layers for target in _TARGET.findall(layer)}),
+        **({} if excluded is None else {"exclude_modules": excluded}),
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,10 +14,25 @@ from safetensors.torch import save_file
 from megarl.config.model_schema import Lora
 from megarl.core.errors import UserError
 from megarl.core.files import new_folder
-from megarl.models.peft import CONFIG, DIFFUSERS, METADATA, PEFT, adapter_config, check_adapter_config, format_of
+from megarl.models.denoiser import is_denoiser
+from megarl.models.peft import (
+    CONFIG,
+    DIFFUSERS,
+    METADATA,
+    PEFT,
+    PEFT_MULTIMODAL,
+    AdapterFormat,
+    adapter_config,
+    check_adapter_config,
+    names_format_of,
+)
+from megarl.models.vision import vision_of
 from megarl.models.weight_files import open_file
 from megarl.resharding.families.adapters import check_adapter_weights, expert_tensor_names
 from megarl.resharding.piece import Holder, Rectangle
+
+TOWER_LAYERS = r".*\bvisual\..*"
+"""Matches the names of layers in vision towers, which have no adapters."""
 
 
 class PeftFolder(AbstractContextManager):
@@ -28,7 +44,7 @@ class PeftFolder(AbstractContextManager):
         self._folder, self._num_experts = folder, num_experts
         check_adapter_config(folder, lora)
         check_adapter_weights(folder, whole, num_experts)
-        self._format = format_of(folder)
+        self._format = names_format_of(folder)
         self._file = open_file(folder / self._format.weights, "pt")
         self._names = set(map(self._format.peft_name, self._file.keys()))
 
@@ -52,19 +68,27 @@ class PeftFolder(AbstractContextManager):
         return parts[0]
 
 
+def export_format(hf_config: Mapping[str, Any]) -> AdapterFormat:
+    """Return the format in which libraries load a model's adapters. hf_config: that of the policy."""
+    if is_denoiser(hf_config):
+        return DIFFUSERS
+    return PEFT if vision_of(hf_config) is None else PEFT_MULTIMODAL
+
+
 def save_adapters(
-    tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path, for_diffusers: bool
+    tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path, form: AdapterFormat
 ) -> None:
-    """Write unsharded tensors as a folder in the format of diffusers if `for_diffusers`, else of PEFT. A shared adapter
-    is repeated for each expert. `base` is the path or name of the base model."""
-    form = DIFFUSERS if for_diffusers else PEFT
+    """Write unsharded tensors as a folder in a format. A shared adapter is repeated for each expert. `base` is the path
+    or name of the base model."""
+    for_diffusers = form == DIFFUSERS
     named = {
         form.stored_name(each): tensor.clone()
         for name, tensor in tensors.items()
         for each in expert_tensor_names(name, num_experts)
     }
     layers = [name.removesuffix(".weight").rpartition(".")[0] for name in named]
-    config = adapter_config(lora, base, layers, None if for_diffusers else "CAUSAL_LM")
+    tower = TOWER_LAYERS if form == PEFT_MULTIMODAL else None
+    config = adapter_config(lora, base, layers, None if for_diffusers else "CAUSAL_LM", tower)
     metadata = {"format": "pt"}
     if for_diffusers:
         metadata[METADATA] = json.dumps({f"{form.prefix}{key}": value for key, value in config.items()}, indent=2)

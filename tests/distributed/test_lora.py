@@ -26,7 +26,7 @@ from megarl.megatron.checkpoint.description import describe
 from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
-from megarl.models.peft import WEIGHTS
+from megarl.models.peft import PEFT, WEIGHTS
 from megarl.models.trained_model import policy_hf_config
 from megarl.models.weights_hash import weights_hash
 from megarl.resharding.execute import execute
@@ -253,9 +253,7 @@ def random_factors(experts: Path, shares: bool) -> dict[str, torch.Tensor]:
 
 
 def write_factors(folder: Path, experts: Path, factors: dict[str, torch.Tensor], shares: bool) -> Path:
-    save_adapters(
-        factors, config_of(experts, *keys_of(folder, shares)).actor.lora, "base", 4, folder, for_diffusers=False
-    )
+    save_adapters(factors, config_of(experts, *keys_of(folder, shares)).actor.lora, "base", 4, folder, PEFT)
     return folder
 
 
@@ -486,7 +484,7 @@ def export(config: Config, folder: Path, out: Path) -> Path:
         whole = peft_holder(hf_config, lora.rank, lora.share_experts)
         tensors = {name: torch.empty(shape) for name, shape in whole.shapes.items()}
         execute(make_plan(holders, [whole]).into(whole.name), tensors, transport)
-        save_adapters(tensors, lora, str(folder), 4, out, for_diffusers=False)
+        save_adapters(tensors, lora, str(folder), 4, out, PEFT)
     return out
 
 

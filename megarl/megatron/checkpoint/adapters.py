@@ -16,7 +16,7 @@ from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import UserError
 from megarl.megatron.checkpoint.conversion import Options
 from megarl.megatron.checkpoint.source import is_of_a_run, model_path
-from megarl.models.denoiser import is_denoiser, shape_of
+from megarl.models.denoiser import shape_of
 from megarl.models.folder import loadable_path, read_config, resolve
 from megarl.models.peft import PREFIX
 from megarl.models.trained_model import policy_hf_config
@@ -24,7 +24,7 @@ from megarl.models.weights_hash import weights_hash
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.adapters import A, B, expert_tensor_names
 from megarl.resharding.folder import SHARD_BYTES, write_folder
-from megarl.resharding.peft_folder import save_adapters
+from megarl.resharding.peft_folder import export_format, save_adapters
 from megarl.resharding.piece import Holder, Rectangle, whole
 from megarl.resharding.planning.check import check_plan
 from megarl.resharding.planning.planner import make_plan
@@ -103,8 +103,8 @@ def adapters_to_peft(path: Path, out: Path) -> int:
     with _open(path, None) as adapters:
         factors = adapters.factors()
         base = loadable_path(adapters.config.model.path, adapters.base)
-        for_diffusers = is_denoiser(read_config(adapters.base))
-        save_adapters(factors, adapters.lora, base, adapters.num_experts, out, for_diffusers)
+        form = export_format(policy_hf_config(adapters.config, read_config(adapters.base)))
+        save_adapters(factors, adapters.lora, base, adapters.num_experts, out, form)
         return sum(factor.nbytes for factor in factors.values())
 
 

@@ -29,11 +29,12 @@ from megarl.models.huggingface import untrained_part
 from megarl.models.mtp import add_mtp, why_no_mtp
 from megarl.models.multimodal import VISION, WHOLE, WHOLE_ONLY
 from megarl.models.value_head import without_value_head
-from megarl.models.vision import add_vision
+from megarl.models.vision import add_vision, vision_of
 from megarl.resharding.checkpoint import checkpoint_holder
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.canonical import HEAD, canonical_of
+from megarl.resharding.families.vision import vision_shapes
 from megarl.resharding.folder import SHARD_BYTES, write_description, write_folder
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.check import check_plan
@@ -184,11 +185,11 @@ def _has_mtp(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool
 
 def _has_tower(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool:
     """Return whether the folder has a complete vision tower, or only such folders exist in the model's family."""
-    if WHOLE not in hf_config or VISION not in hf_config:
+    vision = vision_of(add_vision(hf_config)) if WHOLE in hf_config and VISION in hf_config else None
+    if vision is None:
         return False
-    others = huggingface_holder(hf_config)
-    tower = huggingface_holder(add_vision(hf_config)).shapes.keys() - others.shapes.keys()
-    return hf_config["model_type"] in WHOLE_ONLY or tower <= set(transport.unexpected(others))
+    unexpected = transport.unexpected(huggingface_holder(hf_config))
+    return hf_config["model_type"] in WHOLE_ONLY or vision_shapes(vision).keys() <= set(unexpected)
 
 
 def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:

@@ -17,11 +17,10 @@ from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import CanonicalShard
 from megarl.megatron.lora.adapter import Adapter
 from megarl.megatron.lora.attach import attach_adapters
-from megarl.models.denoiser import is_denoiser
 from megarl.resharding.execute import execute
 from megarl.resharding.families.adapters import EXPERTS, SHARED, A, adapter_holder, peft_holder
 from megarl.resharding.families.canonical import canonical_of
-from megarl.resharding.peft_folder import PeftFolder, save_adapters
+from megarl.resharding.peft_folder import PeftFolder, export_format, save_adapters
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import Transport, view
@@ -42,7 +41,7 @@ class Adapters:
         self.whole = peft_holder(hf_config, lora.rank, lora.share_experts)
         experts = canonical_of(hf_config).model.experts
         self.num_experts = experts.count if experts else 0
-        self._is_for_diffusers = is_denoiser(hf_config)
+        self._format = export_format(hf_config)
         self._by_weight: dict[str, Adapter] = {}
 
     @property
@@ -78,7 +77,7 @@ class Adapters:
         """Write the factors from all ranks as a folder. `base` is the path to the base model."""
         tensors = {name: torch.empty(shape) for name, shape in self.whole.shapes.items()}
         execute(plan.into(self.whole.name), tensors, transport)
-        save_adapters(tensors, self._lora, base, self.num_experts, out, self._is_for_diffusers)
+        save_adapters(tensors, self._lora, base, self.num_experts, out, self._format)
 
     def sharded(self, factors: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, CanonicalShard]:
         """Return factor -> sharding description for a checkpoint, which stores PEFT's tensors."""

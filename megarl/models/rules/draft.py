@@ -14,7 +14,9 @@ from megarl.models.eagle import ARCHITECTURES, LAYER_IDS, WITHOUT_HIDDEN_STATES,
 from megarl.models.families import completed
 from megarl.models.folder import DRAFT_KEY
 from megarl.models.huggingface import linear_attention
+from megarl.models.multimodal import WHOLE_ONLY
 from megarl.models.rules.engine import engine_router_keys_are_present, engine_sizes_divide_by_tp
+from megarl.models.rules.vision import only_policies
 
 OTHER_DRAFT = "use a draft that was trained for model.path"
 WITHOUT_DRAFT = "set rollout.speculative.method=ngram and rollout.speculative.path=null"
@@ -36,6 +38,8 @@ def check_draft_model(config: Config, hf_config: Mapping[str, Any], draft_hf_con
         )
     violations = [f"{key}: {line}" for line in engine_sizes_divide_by_tp("rollout.tp", config.rollout.tp, model)]
     violations += [*engine_router_keys_are_present(key, model), *draft_vocabulary_equals_actors(key, hf_config, model)]
+    if model["model_type"] in WHOLE_ONLY:
+        violations.append(f"{key}: {only_policies(model)}")
     violations += [*draft_has_no_delta_nets(key, model), *draft_is_of_the_methods_kind(config, key, model)]
     if config.rollout.drafts_with_eagle and is_eagle(model):
         violations += [*policy_returns_hidden_states(hf_config), *draft_reads_hidden_states(key, hf_config, model)]

@@ -29,10 +29,12 @@ def check_tower(config: Config, hf_config: Mapping[str, Any]) -> None:
 def text_model_runs_alone(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
     """Require that a model other than the policy has no vision tower that its family needs."""
     if placed is not config.actor and hf["model_type"] in WHOLE_ONLY:
-        yield (
-            f"{path_of(config, placed)}: models of type {hf[WHOLE]['model_type']} are supported only as the policy. "
-            "Fix: use a language model"
-        )
+        yield f"{path_of(config, placed)}: {only_policies(hf)}"
+
+
+def only_policies(hf: Mapping[str, Any]) -> str:
+    """Return the error for a model that can only be a policy, without the key of its path."""
+    return f"models of type {hf[WHOLE]['model_type']} are supported only as the policy. Fix: use a language model"
 
 
 def deepstack_layers_are_in_the_first_chunk(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:

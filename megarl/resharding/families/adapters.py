@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.models.peft import PREFIX, format_of
+from megarl.models.peft import PREFIX, names_format_of
 from megarl.models.weight_files import open_file, require_dtype
 from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.families.mtp import MTP
@@ -160,7 +160,7 @@ def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) ->
 def check_adapter_weights(folder: Path, whole: Holder, num_experts: int) -> None:
     """Check the header of an adapter folder's weights file. `whole` is the holder of all adapter tensors for the model.
     Raise a UserError if the file is damaged, or if its adapters do not match the model."""
-    form = format_of(folder)
+    form = names_format_of(folder)
     with open_file(folder / form.weights, "numpy") as file:
         stored = {name: file.get_slice(name) for name in map(str, file.keys())}
         headers = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in stored.items()}

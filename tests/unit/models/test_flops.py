@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from megarl.models.families import TRANSFORMERS_TYPES
-from megarl.models.flops import forward_flops, training_flops
+from megarl.models.flops import forward_flops, training_flops, vision_flops
+from megarl.models.folder import read_config
 from megarl.models.shape import ModelShape
+from megarl.models.vision import add_vision, vision_of
+from tests import tiny_vision
 
 SIZES = dict(
     vocab_size=100,
@@ -94,3 +104,16 @@ def projections(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     mixed = layer.conv1d(layer.in_proj_qkv(hidden).mT)[..., : hidden.shape[1]].mT
     gate = layer.in_proj_z(hidden) + (layer.in_proj_a(hidden) + layer.in_proj_b(hidden)).sum() + mixed.sum()
     return layer.out_proj(gate)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_flops_of_a_vision_tower_match_torch(kind: tiny_vision.Kind, tmp_path: Path) -> None:
+    """Two images of 8 × 8 patches. Qwen2.5-VL's windows have 4 × 4 patches in two of three layers."""
+    folder = tiny_vision.build(tmp_path, kind)
+    vision = vision_of(add_vision(read_config(folder)))
+    assert vision is not None
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    tower = model.model.visual
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tower(torch.zeros(128, vision.patch_dim), grid_thw=torch.tensor([[1, 8, 8]] * 2))
+    assert vision_flops(vision, 32, 16) == counter.get_total_flops()

@@ -9,6 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from megarl.config.model_schema import Layout
+from megarl.models.multimodal import WHOLE
+from megarl.models.vision import KEY
 
 
 def layout_of(
@@ -77,7 +79,7 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
         gates = query if is_gated_delta(config) else 0
         for name, rows in (("q", query + gates), ("k", key), ("v", key)) if has_heads else ():
             tensors[layer + f"self_attn.{name}_proj.weight"] = random(rows, hidden)
-            if config["model_type"] == "qwen2" or config.get("attention_bias"):
+            if config["model_type"] in ("qwen2", "qwen2_5_vl_text") or config.get("attention_bias"):
                 tensors[layer + f"self_attn.{name}_proj.bias"] = random(rows)
             if (config["model_type"].startswith("qwen3") or config.get("use_qk_norm")) and name != "v":
                 tensors[layer + f"self_attn.{name}_norm.weight"] = random(config["head_dim"])
@@ -107,7 +109,54 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
                 tensors[f"{layer}{name}.weight"] = random(*shape)
                 if config.get("mlp_bias"):
                     tensors[f"{layer}{name}.bias"] = random(shape[0])
+    if KEY in config:
+        tensors |= {f"model.visual.{name}": random(*shape) for name, shape in tower(config).items()}
     return fused(tensors) if config["model_type"] == "phi3" else tensors
+
+
+def tower(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a vision tower's tensors (transformers' Qwen2_5_VisionTransformerPretrainedModel and
+    Qwen3VLVisionModel), with merges of 2 × 2 patches."""
+    vision, is_gated = config["vision_config"], config["model_type"] == "qwen2_5_vl_text"
+    size, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
+
+    def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+    def norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (size,)} | ({} if is_gated else {f"{name}.bias": (size,)})
+
+    shapes: dict[str, tuple[int, ...]] = {"patch_embed.proj.weight": (size, 3, 2, 1, 1)}
+    if not is_gated:
+        shapes |= {"patch_embed.proj.bias": (size,), "pos_embed.weight": (vision["num_position_embeddings"], size)}
+    for layer in range(vision["depth"]):
+        block = norm("norm1", size) | norm("norm2", size)
+        block |= linear("attn.qkv", 3 * size, size) | linear("attn.proj", size, size)
+        rows = ("gate_proj", "up_proj") if is_gated else ("linear_fc1",)
+        for name in rows:
+            block |= linear(f"mlp.{name}", inner, size)
+        block |= linear(f"mlp.{'down_proj' if is_gated else 'linear_fc2'}", size, inner)
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    names = ("ln_q", "mlp.0", "mlp.2") if is_gated else ("norm", "linear_fc1", "linear_fc2")
+    mergers = {"merger": size} | {
+        f"deepstack_merger_list.{i}": 4 * size for i in range(len(vision["deepstack_visual_indexes"]))
+    }
+    for merger, normalized in mergers.items():
+        parts = norm(names[0], normalized) | linear(names[1], 4 * size, 4 * size) | linear(names[2], out, 4 * size)
+        shapes |= {f"{merger}.{name}": shape for name, shape in parts.items()}
+    return shapes
+
+
+def vllm_tower(checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tower's tensors in vLLM: all of them on each worker, with fused gate and up projections."""
+    tensors = {}
+    for name, tensor in checkpoint.items():
+        if not name.startswith("model.visual.") or ".up_proj." in name:
+            continue
+        if ".gate_proj." in name:
+            tensor = torch.cat([tensor, checkpoint[name.replace(".gate_proj.", ".up_proj.")]])
+        tensors[name.removeprefix("model.").replace(".gate_proj.", ".gate_up_proj.")] = tensor
+    return tensors
 
 
 def interleaved_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -247,7 +296,7 @@ def router_of(config: dict[str, Any], layer: int) -> str | None:
             return "block_sparse_moe.gate"
         case family if family in BIASED_ROUTERS and layer >= config["first_k_dense_replace"]:
             return "mlp.gate"
-        case "qwen3_moe" | "qwen3_next" if layer not in config.get("mlp_only_layers", ()):
+        case "qwen3_moe" | "qwen3_next" | "qwen3_vl_moe_text" if layer not in config.get("mlp_only_layers", ()):
             return "mlp.gate"
         case "qwen3_5_moe_text":
             return "mlp.gate"
@@ -327,6 +376,8 @@ def megatron_shard(
 
     tensors = {}
     if first:
+        visual = {name: tensor for name, tensor in checkpoint.items() if name.startswith("model.visual.")}
+        tensors |= {name.replace("model.visual.", "chunk0.vision."): tensor for name, tensor in visual.items()}
         tensors["chunk0.embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
     for chunk, local, i in [(c, local, i) for c, layers in enumerate(chunks) for local, i in enumerate(layers)]:
         hf, megatron = f"model.layers.{i}.", f"chunk{chunk}.decoder.layers.{local}."
@@ -407,7 +458,7 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
                 shard["in_proj_qkvz.weight"], shard["in_proj_ba.weight"] = torch.cat(parts[:4]), torch.cat(parts[4:])
             tensors |= {f"{layer}linear_attn.{name}": tensor for name, tensor in shard.items()}
     for name, tensor in checkpoint.items():
-        if ".experts." in name or ".linear_attn." in name:
+        if ".experts." in name or ".linear_attn." in name or name.startswith("model.visual."):
             continue
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = _padded(tensor, 64).chunk(tp)[rank]
@@ -436,6 +487,8 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
         elif "gate_proj" in name:
             halves = [tensor, checkpoint[name.replace("gate_proj", "up_proj")]]
             tensors[name.replace("gate", "gate_up")] = torch.cat([half.chunk(tp)[rank] for half in halves])
+    if KEY in config:
+        return {f"language_model.{name}": tensor for name, tensor in tensors.items()} | vllm_tower(checkpoint)
     if config["model_type"] != "gpt_oss":
         return tensors
     names = {name: name.replace("self_attn", "attn").replace("embed_tokens", "embedding") for name in tensors}
@@ -487,7 +540,28 @@ BIASED = dict(
 )
 LATENT = BIASED | dict(kv_lora_rank=5, qk_nope_head_dim=2, qk_rope_head_dim=1, v_head_dim=3)
 GPT_OSS = dict(attention_bias=True, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2)
+
+
+def with_tower(whole: str, **text: Any) -> dict[str, Any]:
+    """Return a model with a vision tower. See `with_fitting_tower`."""
+    vision = dict(depth=2, hidden_size=4, num_heads=2, intermediate_size=5, patch_size=1, spatial_merge_size=2)
+    vision |= dict(temporal_patch_size=2, num_position_embeddings=4, window_size=2)
+    vision["deepstack_visual_indexes"] = [0] if whole.startswith("qwen3_vl") else []
+    return {"model_type": f"{whole}_text", "vision_config": vision, WHOLE: {"model_type": whole}, KEY: True, **text}
+
+
+def with_fitting_tower(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with a tower for the text model's sizes, if it has a tower."""
+    if KEY not in config:
+        return config
+    tower = config["vision_config"] | {"out_hidden_size": config["hidden_size"]}
+    return config | {"vision_config": tower, "rope_parameters": {"mrope_section": [config["head_dim"] // 2, 0, 0]}}
+
+
 MODELS = [
+    with_tower("qwen2_5_vl"),
+    with_tower("qwen3_vl"),
+    with_tower("qwen3_vl_moe", num_experts=NUM_EXPERTS),
     {"model_type": "llama"},
     {"model_type": "llama", "attention_bias": True},
     {"model_type": "llama", "mlp_bias": True},
@@ -544,6 +618,7 @@ def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
         **gated_delta_sizes(lcm(tp, vllm_tp) * draw(st.sampled_from([1, 3])), draw(st.integers(1, 2))),
         shared_expert_intermediate_size=lcm(tp, vllm_tp) * draw(st.integers(1, 3)),
     )
+    config = with_fitting_tower(config)
     dp = draw(st.integers(1, 2))
     sizes = (1,) if is_interleaved else (1, tp)
     etp, ep = draw(st.sampled_from([(e, n) for e in sizes for n in (1, 2, 4) if tp * dp % (e * n) == 0]))

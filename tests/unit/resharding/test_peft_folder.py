@@ -11,19 +11,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoModelForImageTextToText, LlamaConfig
 
 from megarl.config.load import load
 from megarl.config.model_schema import Mtp
 from megarl.core.errors import UserError
 from megarl.megatron.checkpoint import adapters as stored_adapters
 from megarl.megatron.workers.trainer import TrainerWorker
+from megarl.models.folder import read_config
 from megarl.models.mtp import add_mtp
-from megarl.models.peft import PREFIX, WEIGHTS
+from megarl.models.peft import DIFFUSERS, PEFT, PREFIX, WEIGHTS
+from megarl.models.vision import add_vision
 from megarl.resharding.families.adapters import peft_holder
-from megarl.resharding.peft_folder import PeftFolder, save_adapters
+from megarl.resharding.peft_folder import PeftFolder, export_format, save_adapters
 from megarl.run import preflight
+from tests import tiny_vision
 from tests.paths import BASE
 from tests.unit.resharding.cases import BIASED, GPT_OSS, LATENT, config_of, random_checkpoint
 
@@ -35,7 +39,7 @@ WHOLE = peft_holder(HF_CONFIG, 2, share_experts=False)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tensors = {name: torch.ones(shape) for name, shape in WHOLE.shapes.items() if "q_proj" in name}
-    save_adapters(tensors, LORA, "m", 0, tmp_path / "adapters", for_diffusers=False)
+    save_adapters(tensors, LORA, "m", 0, tmp_path / "adapters", PEFT)
     return tmp_path / "adapters"
 
 
@@ -105,14 +109,14 @@ def test_preflight_names_damaged_adapter_weights(folder, monkeypatch, damage, me
     monkeypatch.setattr(preflight, "require_tensors", lambda *_: None)
     monkeypatch.setattr(preflight, "read_config", lambda _: HF_CONFIG)
     with pytest.raises(UserError, match=re.escape(message)):
-        preflight._check_weights(SimpleNamespace(actor=actor), models)
+        preflight._check_weights(SimpleNamespace(actor=actor, model=SimpleNamespace(vision=False)), models)
 
 
 def test_files_have_the_usual_permissions(tmp_path):
     (tmp_path / "usual").touch()
     tensors = {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 3)}
-    for for_diffusers in (False, True):
-        save_adapters(tensors, LORA, "m", 0, tmp_path / "a" / str(for_diffusers), for_diffusers)
+    for form in (PEFT, DIFFUSERS):
+        save_adapters(tensors, LORA, "m", 0, tmp_path / "a" / form.weights, form)
     modes = {path.stat().st_mode for path in (tmp_path / "usual", *(tmp_path / "a").glob("*/*"))}
     assert len(modes) == 1
 
@@ -132,7 +136,7 @@ def test_written_folder_names_a_loadable_base_model(
     if command == "train":
 
         def write(_plan: None, _transport: None, base: str, out: Path) -> None:
-            save_adapters(tensors, LORA, base, 0, out, for_diffusers=False)
+            save_adapters(tensors, LORA, base, 0, out, PEFT)
 
         worker = SimpleNamespace(
             adapters=SimpleNamespace(exports_factors=True, write=write), _config=config, _folder=base
@@ -144,3 +148,22 @@ def test_written_folder_names_a_loadable_base_model(
         stored_adapters.adapters_to_peft(tmp_path, tmp_path / "out")
     written = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == (path if path == "org/model" else str(base))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_peft_loads_adapters_of_a_vision_language_model(kind: tiny_vision.Kind, tmp_path: Path):
+    """The tower has none, although the last names of some of its layers are those of the text model's."""
+    model = tiny_vision.build(tmp_path / "model", kind)
+    hf_config = add_vision(read_config(model))
+    whole = peft_holder(hf_config, 2, share_experts=False)
+    tensors = {name: torch.randn(shape) for name, shape in whole.shapes.items()}
+    save_adapters(tensors, LORA, str(model), 0, tmp_path / "adapters", export_format(hf_config))
+    loaded = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(model), tmp_path / "adapters")
+    theirs = {name.replace(".default.", "."): t for name, t in loaded.named_parameters() if ".lora_" in name}
+    expected = {name.replace("model.layers.", "model.language_model.layers."): t for name, t in tensors.items()}
+    assert theirs.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in theirs.items())
+    with PeftFolder(tmp_path / "adapters", LORA, whole, 0) as stored:
+        for name, tensor in tensors.items():
+            read = stored.read(name, tuple((0, size) for size in tensor.shape))
+            assert read is not None and torch.equal(read, tensor)

@@ -7,9 +7,13 @@ import pytest
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
+from megarl.models.multimodal import text_config
+from megarl.models.vision import add_vision
 from megarl.resharding.families import huggingface_holder, megatron_holder
-from megarl.resharding.selection import check_selections, select_tensors, whole_parameters
+from megarl.resharding.families.adapters import adapted_weights
+from megarl.resharding.selection import check_selections, layer_matrices, select_tensors, whole_parameters
 from tests.paths import BASE
+from tests.published_models import VISION_CONFIGS
 from tests.unit.resharding.cases import layout_of
 
 HF = {
@@ -110,3 +114,16 @@ def test_single_experts_can_skip_decay_but_not_be_frozen():
     )
     with pytest.raises(UserError, match=message):
         check_selections(recipe("actor.frozen=['*.experts.1.*']").actor, hf_config)
+
+
+def test_vision_tower_is_selected_and_has_no_adapters():
+    """Muon updates neither."""
+    hf_config = add_vision(text_config(VISION_CONFIGS["Qwen2.5-VL-7B"]))
+    first, last = (megatron_holder(hf_config, layout_of(pp=2), rank) for rank in range(2))
+    tower = select_tensors("actor.frozen", ["model.visual.*"], huggingface_holder(hf_config).shapes)
+    frozen = whole_parameters("actor.frozen", tower, first)
+    assert frozen == [name for name in first.shapes if name.startswith("chunk0.vision.")]
+    assert len(frozen) == len(tower) and whole_parameters("actor.frozen", tower, last) == []
+    adapted = {adapted.weight for adapted in adapted_weights(first, share_experts=False)}
+    assert len(adapted) == 14 * 4 and adapted.isdisjoint(frozen)
+    assert set(layer_matrices(first)).isdisjoint(frozen)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from megarl.cluster.memory.parameters import ModelParameters
 from tests.published_models import CONFIGS, PARAMETERS
-from tests.unit.resharding.cases import BIASED_ROUTERS, configs, layout_of
+from tests.unit.resharding.cases import BIASED_ROUTERS, configs, layout_of, with_fitting_tower
 from tests.unit.resharding.megatron_world import real_rank
 
 
@@ -21,7 +21,8 @@ def test_counts_match_the_real_model_in_random_layouts(case):
     config, layout, _ = case
     # Use even sizes, because Megatron's rotary embedding requires an even number of channels.
     even = {name: 2 * config[name] for name in ("hidden_size", "head_dim", "qk_rope_head_dim") if name in config}
-    config = config | even | {"num_experts_per_tok": 2, "rms_norm_eps": 1e-6}
+    epsilon = 1e-5 if config["model_type"] == "gpt_oss" else 1e-6
+    config = with_fitting_tower(config | even | {"num_experts_per_tok": 2, "rms_norm_eps": epsilon})
     if config["model_type"] not in ("mixtral", "qwen3_moe", *BIASED_ROUTERS):
         layout = layout.model_copy(update={"ep": 1, "etp": None})
     model = ModelParameters(config)
