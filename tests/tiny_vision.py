@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -64,7 +65,7 @@ _TEXTS: dict[Kind, dict[str, Any]] = {
         rope_parameters=_INTERLEAVED,
         num_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=32,
+        moe_intermediate_size=96,  # so that no expert matrix is square
         decoder_sparse_step=1,
     ),
     "qwen3_5": _GROUPED
@@ -132,12 +133,23 @@ def build(folder: Path, kind: Kind, seed: int = 0, tower: dict[str, Any] | None 
             if name.endswith("ln_q.weight"):  # a norm without "norm" in its name
                 parameter.add_(1.0)
     model.save_pretrained(folder)
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(folder / "model.safetensors")
     tokenizer().save_pretrained(folder)
     _write(folder / "preprocessor_config.json", _preprocessor(kind))
     _write(folder / "video_preprocessor_config.json", _preprocessor(kind) | _VIDEO[kind])
     generation = dict(eos_token_id=[EOS_ID, PAD_ID], pad_token_id=PAD_ID)
     _write(folder / "generation_config.json", generation)
     return folder
+
+
+def _transpose_experts(file: Path) -> None:
+    """Store stacked experts as [experts, columns, rows], as in the published checkpoints. transformers reads them too,
+    but writes [experts, rows, columns]."""
+    tensors = {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

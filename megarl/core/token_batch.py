@@ -29,20 +29,21 @@ class TeacherStates:
 
 @dataclass(frozen=True, slots=True)
 class ImageBatch:
-    """The images in a microbatch, each once, and the places of their features.
+    """The images in a microbatch, each once, and the places of their features, in host memory. An image whose prompt
+    occurs several times in the pack has several places.
 
     Attributes:
-        pixels: float32 [P, channels · time · height · width of a patch], the normalized patches of all images.
-        grids: int64 [I, 3], each image's numbers of patches in time, height and width, on the host.
-        places: int64 [F], the position in the pack of each feature, in the order in which the tower returns them.
+        pixels: the normalized patches of each image, float32 [P_i, channels · time · height · width of a patch].
+            Microbatches may share them.
+        grids: int64 [I, 3], each image's numbers of patches in time, height and width.
+        sources, places: int64 [F], indices among the features of all images, in the order in which the tower returns
+            them, and the position in the pack of each of these features.
     """
 
-    pixels: torch.Tensor
+    pixels: tuple[torch.Tensor, ...]
     grids: torch.Tensor
+    sources: torch.Tensor
     places: torch.Tensor
-
-    def to(self, device: torch.device) -> ImageBatch:
-        return ImageBatch(self.pixels.to(device), self.grids, self.places.to(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,8 @@ class TokenBatch(RowBatch):
                                      the whole vocabulary; None: every row does
     labels            float32 [N]    label of each row's token, NaN if it has none; None: samples have no labels
     rotary_positions  int64 [3, T]   position of each token in time, height and width; None: `positions` in each
-    images            the images in the pack; None: the pack has no images
+    images            the images in the pack, in host memory; None: the pack has no images, or this rank has no vision
+                      tower
     routes            int8 or int16 [T, layers, experts per token], as in Sample; None: no sample has routes
     teacher_states    each teacher's hidden states or most probable tokens, in the order of teachers.models; empty with
                       a sampled divergence. They stay in host memory, because those of an update may not fit on the
@@ -88,12 +90,14 @@ class TokenBatch(RowBatch):
     teacher_states: tuple[TeacherStates, ...] = ()
 
     row_fields: ClassVar[tuple[str, ...]] = (*RowBatch.row_fields, "rows", "targets", "candidate_ids", "labels")
-    host_fields: ClassVar[tuple[str, ...]] = ("document_tokens", "boundaries", "teacher_states")
+    host_fields: ClassVar[tuple[str, ...]] = ("document_tokens", "boundaries", "images", "teacher_states")
 
     def validate(self) -> None:
         RowBatch.validate(self)  # super() without arguments fails in a dataclass with slots
         num_tokens, num_rows = len(self.tokens), len(self.rows)
         assert tuple(self.positions.shape) == (num_tokens,), "positions and tokens differ in length"
+        rotary = self.rotary_positions
+        assert rotary is None or tuple(rotary.shape) == (3, num_tokens), "rotary_positions and tokens differ in length"
         assert self.routes is None or len(self.routes) == num_tokens, "routes and tokens differ in length"
         assert int(self.boundaries[0]) == 0 and int(self.boundaries[-1]) == len(self.document_tokens), (
             "boundaries do not span document_tokens"

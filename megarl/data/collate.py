@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from megarl.algorithms.kl import UNSCORED
 from megarl.algorithms.returns import turns_of
 from megarl.core.completion import NO_ROUTE, CandidateIds
+from megarl.core.prompt_images import PromptImage
 from megarl.core.row_batch import TEACHER
 from megarl.core.sample import Sample, SampleRef
-from megarl.core.token_batch import TeacherStates, TokenBatch
+from megarl.core.token_batch import ImageBatch, TeacherStates, TokenBatch
 from megarl.data.packing import Packing, round_up
 from megarl.data.prefixes import place_runs
+from megarl.data.rotary_positions import rotary_positions
 
 PADDING = 0
 """Token id used as padding. Any id works, since no trained token attends to it."""
@@ -33,6 +35,9 @@ TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
 """Per-token scores from passes and other models: field name of TokenBatch (old, …) or teacher/NAME -> sample id ->
 float32 [R]."""
 
+Pixels = Callable[[PromptImage], torch.Tensor]
+"""Returns the normalized patches of an image, float32 [P, channels · time · height · width of a patch]."""
+
 
 def collate(
     samples: Sequence[SampleRef],
@@ -40,6 +45,7 @@ def collate(
     reads: Reads = "states",
     truncates: bool = True,
     replays: bool = True,
+    pixels: Pixels | None = None,
     **scores: Mapping[str, torch.Tensor],
 ) -> TokenBatch:
     """Pack samples back to back. One padding document at the end rounds T up to `packing.pack_multiple`.
@@ -48,6 +54,7 @@ def collate(
         samples: may be empty; the microbatch then consists of padding.
         truncates: whether log-probs are normalized over the engine's candidate tokens only.
         replays: whether to replay the engine's expert routes.
+        pixels: None leaves out the images' patches, which only a rank with a vision tower needs.
         scores: as in TokenScores.
     """
     members = [item.sample for item in samples]
@@ -69,6 +76,8 @@ def collate(
         given=torch.tensor([item.is_given for item in samples]) if any(item.is_given for item in samples) else None,
         candidate_ids=_candidate_ids(members) if truncates else None,
         labels=_labels(members),
+        rotary_positions=layout.rotary_positions(members),
+        images=None if pixels is None else layout.images(members, pixels),
         routes=layout.routes(members) if replays else None,
         **scalars(samples, row_sample, mask),
     )
@@ -213,6 +222,42 @@ class _Layout:
         positions = np.empty(self.num_tokens, np.int64)
         positions[self.document_tokens] = _ranges(np.zeros_like(self.boundaries[:-1]), np.diff(self.boundaries))
         return positions
+
+    def rotary_positions(self, samples: Sequence[Sample]) -> torch.Tensor | None:
+        """Return the positions of tokens in time, height and width; None if no prompt has images."""
+        if not any(sample.prompt.images for sample in samples):
+            return None
+        positions = np.tile(self.positions(), (3, 1))
+        for sample, first, stop in zip(samples, self.boundaries, self.boundaries[1:], strict=False):
+            if images := sample.prompt.images:
+                positions[:, self.document_tokens[first:stop]] = rotary_positions(int(stop - first), images)
+        return torch.from_numpy(positions)
+
+    def images(self, samples: Sequence[Sample], pixels: Pixels) -> ImageBatch | None:
+        """Return the images in the pack, each once, with the places of their features; None if there are none."""
+        first_features: dict[str, int] = {}
+        """Digest -> index of the image's first feature."""
+        places_of_source: dict[tuple[str, int], tuple[int, NDArray[np.int64]]] = {}
+        """Digest and first place -> the same index, and all places."""
+        found: list[PromptImage] = []
+        num_features = 0
+        for sample, first in zip(samples, self.boundaries, strict=False):
+            for image in sample.prompt.images:
+                if image.digest not in first_features:
+                    first_features[image.digest] = num_features
+                    num_features += image.num_tokens
+                    found.append(image)
+                places = self.document_tokens[first + image.start : first + image.stop]
+                places_of_source[image.digest, int(places[0])] = first_features[image.digest], places
+        if not found:
+            return None
+        sources = [np.arange(start, start + len(places)) for start, places in places_of_source.values()]
+        return ImageBatch(
+            tuple(map(pixels, found)),
+            torch.tensor([image.grid for image in found]),
+            torch.from_numpy(_concatenate(sources, np.int64)),
+            torch.from_numpy(_concatenate((places for _, places in places_of_source.values()), np.int64)),
+        )
 
     def rows(self, reads: Reads) -> NDArray[np.int64]:
         """Return the pack position that the head reads for each response token; see `Reads`."""

@@ -29,7 +29,8 @@ def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[R
         # Rollouts of one prompt may start with different tokens from the environment or different routes from the
         # engine.
         routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
-        prompt = sample.prompt.id, sample.prompt.token_ids.tobytes(), routes
+        images = tuple(image.digest for image in sample.prompt.images)
+        prompt = sample.prompt.id, sample.prompt.token_ids.tobytes(), images, routes
         indices_by_prompt.setdefault(prompt if packing.shares_prompts else index, []).append(index)
     for indices in indices_by_prompt.values():
         length = len(samples[indices[0]].prompt.token_ids) if len(indices) > 1 else 0

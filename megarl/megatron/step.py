@@ -23,6 +23,7 @@ from megarl.megatron.model.head import LogProbHead, ScoreLayer
 from megarl.megatron.model.inputs import ModelInput
 from megarl.megatron.model.layer_spec import is_recurrent, requires_our_attention, splits_documents
 from megarl.megatron.model.mtp import has_trained_mtp
+from megarl.megatron.model.vision import vision_tower
 from megarl.megatron.routes import model_of, routed
 
 Item = TypeVar("Item")
@@ -102,6 +103,9 @@ def _token_schedule(
     window = None if config.window_size is None else config.window_size[0] + 1
     attention = splits_documents(is_recurrent(config)), window, requires_our_attention(config)
     options = (config.sequence_parallel, *attention, not forward_only and has_trained_mtp(chunks))
+    # Overlapped gradient reduction waits for the gradients of all trained parameters.
+    needs_gradient = not forward_only and chunks[0].ddp_config.overlap_grad_reduce
+    options += (vision_tower(model_of(chunks[0])), needs_gradient)
     return schedule(
         chunks,
         [partial(ModelInput.of, batch, *options) for batch in batches],
@@ -117,6 +121,8 @@ def _run_on_tokens(chunk: DistributedDataParallel, item: ModelInput) -> torch.Te
     if unwrapped.post_process:
         head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # megarl's class
         head.request = item.head  # pyright: ignore[reportArgumentType]  # Megatron declares submodules only
+    if (tower := vision_tower(unwrapped)) is not None:
+        tower.images = item.images
     with routed(unwrapped, item.routes):
         return chunk(
             input_ids=item.tokens,

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.models.eagle import LAYER_IDS
 from megarl.models.families import FAMILIES
+from megarl.models.multimodal import VISION, WHOLE
 
 _COUNTS = {
     *("decoder_sparse_step", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
@@ -34,6 +35,13 @@ _OPTIONAL = {
     "sliding_window": 1,
     **{"draft_vocab_size": 1, "num_aux_hidden_states": 1, "num_aux_layers": 1, "target_hidden_size": 1},
 }
+_TOWER_COUNTS = (
+    *("depth", "hidden_size", "intermediate_size", "num_heads", "num_position_embeddings", "out_hidden_size"),
+    *("patch_size", "spatial_merge_size", "temporal_patch_size", "window_size"),
+)
+"""Keys of a vision tower's config whose value must be a positive integer."""
+
+_TOWER_LAYERS = ("deepstack_visual_indexes", "fullatt_block_indexes")
 _OBJECTS = ("eagle_config", "id2label", "quantization_config", "rope_parameters", "rope_scaling")
 
 LARGEST = 2**31 - 1
@@ -64,6 +72,11 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
         for key in ("rope_type", "type"):
             if not isinstance(value := (hf_config.get(section) or {}).get(key), str | None):
                 return f"{section}.{key}={value!r}: expected text"
+        sections = (hf_config.get(section) or {}).get("mrope_section")
+        if sections is not None and not (_is_counts(sections) and len(sections) == 3):
+            return f"{section}.mrope_section={sections!r}: expected a list of three positive integers"
+    if WHOLE in hf_config and (problem := _wrong_tower(hf_config)) is not None:
+        return problem
     model_type = hf_config.get("model_type")
     defaults = FAMILIES.get(model_type, {}) if isinstance(model_type, str) else {}
     if not defaults:
@@ -86,3 +99,26 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
         if not isinstance(value, str) and not 0 <= value <= LARGEST:
             return f"{key}={value!r}: expected a number from 0 to {LARGEST}"
     return None
+
+
+def _wrong_tower(hf_config: Mapping[str, Any]) -> str | None:
+    """Describe the first value in the config of a multimodal model's tower that has the wrong type, or return None."""
+    image_token = hf_config[WHOLE].get("image_token_id", 0)
+    if type(image_token) is not int or not 0 <= image_token <= LARGEST:
+        return f"image_token_id={image_token!r}: expected an integer from 0 to {LARGEST}"
+    tower = hf_config.get(VISION, {})
+    if not isinstance(tower, dict):
+        return f"{VISION}={tower!r}: expected an object"
+    for key in tower.keys() & set(_TOWER_COUNTS):
+        limit = MAX_LAYERS if key == "depth" else LARGEST
+        if type(tower[key]) is not int or not 0 < tower[key] <= limit:
+            return f"{VISION}.{key}={tower[key]!r}: expected an integer from 1 to {limit}"
+    for key in _TOWER_LAYERS:
+        layers = tower.get(key)
+        if not isinstance(layers, list | None) or not all(type(layer) is int for layer in layers or ()):
+            return f"{VISION}.{key}={layers!r}: expected a list of integers"
+    return None
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 < item <= LARGEST for item in value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -12,8 +13,11 @@ from megarl.models.huggingface import (
     latent_attention,
     linear_attention,
     rope_parameters,
+    rotary_channels,
     windowed_attention,
 )
+from megarl.models.multimodal import VISION
+from megarl.models.vision import CHANNELS, vision_of
 
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -27,6 +31,7 @@ the types in LATENT_ROPE_TYPES, and gpt-oss only the one in GPT_OSS_ROPE_TYPES."
 
 _BIASES = {
     **{"glm4_moe": ("attention_bias",), "gpt_oss": ("attention_bias",), "qwen2": ("attention_bias",)},
+    **{"qwen2_5_vl_text": ("attention_bias",)},
     "llama": ("attention_bias", "mlp_bias"),
 }
 """Supported bias keys per model family. Qwen2 always has attention biases, regardless of the key's value."""
@@ -46,7 +51,7 @@ _PARTIAL_ROTATION = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next
 
 def unsupported(model: Mapping[str, Any]) -> list[str]:
     """Return the unsupported features in a completed config, each as its key and value."""
-    parts = _attention, _windows, _rope, _others, _experts, _linear_attention, _engine_values
+    parts = _attention, _windows, _rope, _others, _experts, _linear_attention, _engine_values, _vision
     return [feature for part in parts for feature in part(model)]
 
 
@@ -136,6 +141,39 @@ def _experts(model: Mapping[str, Any]) -> Iterator[str]:
         yield "num_experts_per_tok 1"
     if mixture.has_selection_bias:
         yield from _deepseek_router(model)
+    # In transformers, these models always normalize; in vLLM, the key decides.
+    if model["model_type"] == "qwen3_vl_moe_text" and not model.get("norm_topk_prob", True):
+        yield "norm_topk_prob false"
+
+
+def _vision(model: Mapping[str, Any]) -> Iterator[str]:
+    vision = vision_of(model)
+    if vision is None:
+        return
+    tower, rope = model[VISION], rope_parameters(model)
+    activation = "silu" if vision.is_gated else "gelu_pytorch_tanh"
+    channels = tower.get("in_channels", tower.get("in_chans", CHANNELS))
+    if tower.get("hidden_act", activation) != activation:
+        yield f"vision_config with hidden_act {tower['hidden_act']}"
+    if channels != CHANNELS:
+        yield f"vision_config with in_channels {channels}"
+    if vision.hidden % (2 * vision.heads):
+        yield f"vision_config with hidden_size {vision.hidden} and num_heads {vision.heads}"
+    if vision.out_hidden != model["hidden_size"]:
+        yield f"vision_config with out_hidden_size {vision.out_hidden} for hidden_size {model['hidden_size']}"
+    if math.isqrt(vision.positions) ** 2 != vision.positions:
+        yield f"vision_config with num_position_embeddings {vision.positions}, which is not a square"
+    inner = [layer for layer in vision.deepstack if not 0 <= layer < vision.depth]
+    if inner or (vision.deepstack and not vision.has_deepstack):
+        yield f"vision_config with deepstack_visual_indexes {list(vision.deepstack)}"
+    if len(vision.deepstack) > model["num_hidden_layers"]:
+        yield f"deepstack_visual_indexes with {len(vision.deepstack)} layers"
+    if rope["rope_type"] != "default":
+        yield f"rope_type {rope['rope_type']} with images"
+    head_dim = model["head_dim"] or model["hidden_size"] // model["num_attention_heads"]
+    pairs = rotary_channels(model, head_dim) // 2
+    if sum(vision.rotary_sections) != pairs:
+        yield f"mrope_section {list(vision.rotary_sections)} for {pairs} pairs of channels"
 
 
 def _deepseek_router(model: Mapping[str, Any]) -> Iterator[str]:

@@ -48,23 +48,26 @@ class Place(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A stored tensor that stacks a tensor of each expert, in order.
+    """A stored tensor that stacks tensors of all experts.
 
     Attributes:
         shape: shape of the stored tensor.
+        experts: for each expert, in order, the tensors whose rows follow each other.
         is_transposed: as in Place.
     """
 
     shape: tuple[int, ...]
-    experts: tuple[str, ...]
+    experts: tuple[tuple[str, ...], ...]
     is_transposed: bool
 
 
-TEXT_PREFIX = "model.language_model."
-"""Prefix of the text model's tensors in the checkpoints of multimodal models, instead of "model."."""
+TEXT_PREFIX, TOWER_PREFIX = "model.language_model.", "visual."
+"""Prefixes of tensors in the checkpoints of multimodal models: of the text model, instead of "model.", and of the
+vision tower of Qwen2.5-VL, instead of "model.visual."."""
 
 STACKED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
-"""Suffix of a tensor that stacks all experts, [experts, rows, columns] -> the projections that its rows fuse."""
+"""Suffix of a tensor that stacks all experts, [experts, rows, columns] -> the projections that its rows fuse. In
+checkpoints of Qwen3-VL, the columns precede the rows, unless transformers >= 5 saved them."""
 
 MXFP4_BLOCK, MXFP4_BYTES = 32, 16
 """Number of consecutive elements of a row that share a scale in MXFP4 checkpoints, and their size in bytes."""
@@ -76,6 +79,7 @@ BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
 """Suffixes of gpt-oss's stacked tensors: MXFP4 elements, uint8 [experts, rows, blocks, 16], their scales, uint8
 [experts, rows, blocks], and biases. Without a suffix, they are [experts, columns, rows]."""
 
+_SEPARATE_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.down_proj\.weight")
 _EXPERT_TENSOR = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(weight|bias)")
 
 
@@ -85,7 +89,7 @@ def places(folder: Path) -> dict[str, Place]:
     found: dict[str, Place] = {}
     files = files_by_tensor(folder)
     for stored, path in files.items():
-        name = f"model.{stored.removeprefix(TEXT_PREFIX)}" if stored.startswith(TEXT_PREFIX) else stored
+        name = _canonical_name(stored)
         experts, _, last = stored.rpartition(".")
         if f"{experts}.down_proj{BIAS}" in files and last.startswith(("gate_up_proj", "down_proj")):
             found |= _stacked_with_biases(files, stored)
@@ -94,20 +98,49 @@ def places(folder: Path) -> dict[str, Place]:
         if suffix is None:
             found[name] = Place(path, stored)
             continue
-        shape = _stored_header(path, stored).shape
-        projections, prefix = STACKED[suffix], name.removesuffix(suffix)
-        # Reject empty tensors: a damaged file could claim any number of experts without elements.
-        if len(shape) != 3 or 0 in shape or shape[1] % len(projections):
-            raise UserError(
-                f"{path}: {stored} has shape {list(shape)}, which is not a shape of stacked experts. "
-                "Fix: download it again"
-            )
-        size = shape[1] // len(projections)
-        for expert in range(shape[0]):
-            for part, projection in enumerate(projections):
-                rows = (part * size, (part + 1) * size)
-                found[f"{prefix}.experts.{expert}.{projection}.weight"] = Place(path, stored, expert, rows)
+        found |= _stacked(files, stored, name.removesuffix(suffix), suffix)
     return found
+
+
+def _canonical_name(stored: str) -> str:
+    if stored.startswith(TEXT_PREFIX):
+        return f"model.{stored.removeprefix(TEXT_PREFIX)}"
+    return f"model.{stored}" if stored.startswith(TOWER_PREFIX) else stored
+
+
+def stored_name(name: str) -> str:
+    """Return the name of a tensor in the checkpoint of a multimodal model, given that in its text model or tower."""
+    is_text = name.startswith("model.") and not name.startswith(f"model.{TOWER_PREFIX}")
+    return f"{TEXT_PREFIX}{name.removeprefix('model.')}" if is_text else name
+
+
+def _stacked(files: Mapping[str, Path], stored: str, prefix: str, suffix: str) -> dict[str, Place]:
+    """Return the places of each expert's tensors in a tensor that stacks them. prefix: that of their names."""
+    path, projections = files[stored], STACKED[suffix]
+    shape, is_transposed = _stored_header(path, stored).shape, _is_transposed(files, stored.removesuffix(suffix))
+    # Reject empty tensors: a damaged file could claim any number of experts without elements.
+    if len(shape) != 3 or 0 in shape or shape[1 + is_transposed] % len(projections):
+        raise UserError(
+            f"{path}: {stored} has shape {list(shape)}, which is not a shape of stacked experts. Fix: download it again"
+        )
+    size = shape[1 + is_transposed] // len(projections)
+    return {
+        f"{prefix}.experts.{expert}.{projection}.weight": Place(
+            path, stored, expert, (part * size, (part + 1) * size), is_transposed
+        )
+        for expert in range(shape[0])
+        for part, projection in enumerate(projections)
+    }
+
+
+def _is_transposed(files: Mapping[str, Path], prefix: str) -> bool:
+    """Return whether stacked experts have the columns before the rows: gate_up_proj [experts, hidden, 2 · rows] and
+    down_proj [experts, rows, hidden]."""
+    names = [prefix + suffix for suffix in STACKED]
+    if any(name not in files for name in names):
+        return False
+    into, out = (_stored_header(files[name], name).shape for name in names)
+    return len(into) == len(out) == 3 and into[1:] == (out[2], 2 * out[1])
 
 
 def _stacked_with_biases(files: Mapping[str, Path], stored: str) -> dict[str, Place]:
@@ -137,19 +170,43 @@ def _stacked_with_biases(files: Mapping[str, Path], stored: str) -> dict[str, Pl
     return {f"{experts}.{expert}.{name}": place._replace(expert=expert) for expert in range(shape[0])}
 
 
-def stacks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stack]:
-    """Return stored tensor -> stack for experts that checkpoints store in stacks, as gpt-oss's do: those with biases.
-    `shapes` maps the names of all tensors, as in `places`, to their shapes."""
-    members: dict[str, dict[int, str]] = {}
+def stacks(shapes: Mapping[str, tuple[int, ...]], fuses: bool = False, is_transposed: bool = False) -> dict[str, Stack]:
+    """Return stored tensor -> stack for experts that checkpoints store in stacks: those with biases, as in gpt-oss, and
+    all others if `fuses` is true.
+
+    Args:
+        shapes: maps the names of all tensors, as in `places`, to their shapes.
+        is_transposed: whether experts without biases are stored with the columns before the rows.
+    """
+    members: dict[str, dict[int, tuple[str, ...]]] = {}
     for name in shapes:
         match = _EXPERT_TENSOR.fullmatch(name)
         if match is not None and f"{match[1]}.{match[2]}.down_proj.bias" in shapes:
             stored = f"{match[1]}.{match[3]}{BIAS if match[4] == 'bias' else ''}"
-            members.setdefault(stored, {})[int(match[2])] = name
+            members.setdefault(stored, {})[int(match[2])] = (name,)
     found = {}
     for stored, experts in members.items():
         names = tuple(experts[number] for number in range(len(experts)))
-        found[stored] = Stack((len(names), *reversed(shapes[names[0]])), names, not stored.endswith(BIAS))
+        found[stored] = Stack((len(names), *reversed(shapes[names[0][0]])), names, not stored.endswith(BIAS))
+    return found | (_fused_stacks(shapes, is_transposed) if fuses else {})
+
+
+def _fused_stacks(shapes: Mapping[str, tuple[int, ...]], is_transposed: bool) -> dict[str, Stack]:
+    counts: dict[str, int] = {}
+    for name in shapes:
+        if (match := _SEPARATE_EXPERT.fullmatch(name)) is not None:
+            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    found = {}
+    for prefix, count in counts.items():
+        for suffix, projections in STACKED.items():
+            names = tuple(
+                tuple(f"{prefix}.experts.{expert}.{projection}.weight" for projection in projections)
+                for expert in range(count)
+            )
+            rows, columns = sum(shapes[name][0] for name in names[0]), shapes[names[0][0]][1]
+            found[prefix + suffix] = Stack(
+                (count, columns, rows) if is_transposed else (count, rows, columns), names, is_transposed
+            )
     return found
 
 

@@ -13,7 +13,9 @@ import torch
 from megarl.core.files import Progress, new_folder, no_progress
 from megarl.models.denoiser import is_denoiser
 from megarl.models.huggingface import without_untrained_part
-from megarl.models.weight_files import DIFFUSERS_INDEX, DIFFUSERS_SINGLE, INDEX, SINGLE, Stack, stacks
+from megarl.models.multimodal import TEXT
+from megarl.models.vision import vision_of
+from megarl.models.weight_files import DIFFUSERS_INDEX, DIFFUSERS_SINGLE, INDEX, SINGLE, Stack, stacks, stored_name
 from megarl.resharding.execute import execute, planned_shapes
 from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import num_bytes, whole
@@ -55,7 +57,9 @@ def write_folder(
     for copy, original in copies.items():
         shapes[copy], dtypes[copy] = shapes[original], dtypes[original]
     largest = max(num_bytes(shape, dtypes[name]) for name, shape in shapes.items())
-    stacked = stacks(shapes)
+    vision = vision_of(hf_config)
+    stacked = stacks(shapes, vision is not None, vision is not None and vision.has_transposed_experts)
+    named = str if vision is None else stored_name
     stored_shapes, stored_dtypes = _stored(shapes, dtypes, stacked)
     sizes = {name: num_bytes(shape, stored_dtypes[name]) for name, shape in stored_shapes.items()}
     total, memory = sum(sizes.values()), ReusedMemory(largest)
@@ -78,9 +82,10 @@ def write_folder(
         stem = single.removesuffix(".safetensors")
         files = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [single]
         for file, shard in zip(files, shards, strict=True):
-            write_file(folder / file, {name: stored_shapes[name] for name in shard}, stored_dtypes, tensor, stacked)
+            in_file = {name: stored_shapes[name] for name in shard}
+            write_file(folder / file, in_file, stored_dtypes, tensor, stacked, named)
         if count > 1:
-            file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+            file_of = {named(name): file for file, shard in zip(files, shards, strict=True) for name in shard}
             content = {"metadata": {"total_size": total}, "weight_map": file_of}
             (folder / index).write_text(json.dumps(content, indent=2), encoding="utf-8")
         if verify:
@@ -101,7 +106,10 @@ def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, fo
     config = without_untrained_part(hf_config)
     if not is_denoiser(hf_config):
         # transformers < 5 calls the key torch_dtype.
-        config["torch_dtype" if "torch_dtype" in hf_config else "dtype"] = dtype
+        key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
+        for section in (config, config.get(TEXT)):
+            if section is not None:
+                section[key] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
@@ -109,7 +117,7 @@ def _stored(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], stacked: Mapping[str, Stack]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Return the shapes and dtypes of the stored tensors: each stack in the place of its first member."""
-    stack_of = {name: (stored, stack) for stored, stack in stacked.items() for name in stack.experts}
+    stack_of = {name: (stored, stack) for stored, stack in stacked.items() for names in stack.experts for name in names}
     stored_shapes: dict[str, tuple[int, ...]] = {}
     stored_dtypes: dict[str, str] = {}
     for name, shape in shapes.items():

@@ -27,7 +27,9 @@ from megarl.models.families import completed
 from megarl.models.folder import read_config, resolve
 from megarl.models.huggingface import untrained_part
 from megarl.models.mtp import add_mtp, why_no_mtp
+from megarl.models.multimodal import VISION, WHOLE, WHOLE_ONLY
 from megarl.models.value_head import without_value_head
+from megarl.models.vision import add_vision
 from megarl.resharding.checkpoint import checkpoint_holder
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
@@ -161,6 +163,8 @@ def reshape(
 def _open_folder(folder: Path) -> Iterator[Weights]:
     hf_config = read_config(folder)
     with SafetensorsFolder(folder) as transport:
+        if _has_tower(transport, hf_config):
+            hf_config = add_vision(hf_config)
         if _has_mtp(transport, hf_config):
             hf_config = add_mtp(hf_config)
         holder = transport.with_file_dtypes(huggingface_holder(hf_config))
@@ -176,6 +180,15 @@ def _has_mtp(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool
     others = huggingface_holder(hf_config)
     layer = huggingface_holder(add_mtp(hf_config)).shapes.keys() - others.shapes.keys()
     return layer <= set(transport.unexpected(others))
+
+
+def _has_tower(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool:
+    """Return whether the folder has a complete vision tower, or only such folders exist in the model's family."""
+    if WHOLE not in hf_config or VISION not in hf_config:
+        return False
+    others = huggingface_holder(hf_config)
+    tower = huggingface_holder(add_vision(hf_config)).shapes.keys() - others.shapes.keys()
+    return hf_config["model_type"] in WHOLE_ONLY or tower <= set(transport.unexpected(others))
 
 
 def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from megarl.models.mtp import add_mtp
 from megarl.models.peft import PREFIX
 from megarl.models.trained_model import trained_hf_config
 from megarl.models.value_head import add_value_head
+from megarl.models.vision import MEGATRON_PREFIX, add_vision
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import Holder
@@ -119,6 +120,9 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
         files, hf_config = _model_description(path, huggingface, sealed)
         hf_config = add_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
         hf_config = add_mtp(hf_config) if any(key.startswith("mtp.") for key in folder.tensors) else hf_config
+        hf_config = (
+            add_vision(hf_config) if any(key.startswith(MEGATRON_PREFIX) for key in folder.tensors) else hf_config
+        )
         # Checkpoints in Megatron's default format store all layers as slices of one tensor.
         form = FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
         plan = blueprint(hf_config, Layout.model_validate(ONE_PROCESS | {"sequence_parallel": False}), 0, form)

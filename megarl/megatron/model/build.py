@@ -28,12 +28,14 @@ from megarl.megatron.model.layer_spec import (
 from megarl.megatron.model.mtp import MtpBlock
 from megarl.megatron.model.precision import precision
 from megarl.megatron.model.rope import fuse_rotation, set_rotary
+from megarl.megatron.model.vision import add_vision_tower
 from megarl.megatron.overrides import build, checked, describe_settings
 from megarl.megatron.routes import install_routers
 from megarl.models.denoiser import shape_of
 from megarl.models.families import completed
 from megarl.models.huggingface import rope_parameters
 from megarl.models.shape import ModelShape
+from megarl.models.vision import vision_of
 from megarl.ops.swiglu import clamped_swiglu, swiglu
 from megarl.resharding.families.adapters import is_factor
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
@@ -178,6 +180,7 @@ def build_chunk(
     virtual = stage if config.virtual_pipeline_model_parallel_size else None
     fused = uses_transformer_engine() if fused is None else fused
     spec: Any = block_spec(config, shape, virtual, fused)
+    has_vision = vision_of(hf_config) is not None
     model = GPTModel(
         config,
         spec,  # Megatron's annotation omits specs of whole blocks
@@ -189,8 +192,11 @@ def build_chunk(
         position_embedding_type="yarn" if isinstance(config, YarnConfig) else "rope",
         rotary_percent=1.0 if shape.latent else shape.rotary_dim / shape.head_dim,
         rotary_base=rope_parameters(completed(hf_config))["rope_theta"],
+        scatter_embedding_sequence_parallel=not has_vision,  # features replace embeddings before tokens are split
         vp_stage=virtual,
     )
+    if has_vision and model.pre_process:
+        add_vision_tower(model, hf_config, config)
     if shape.mtp_layers and model.post_process:
         model.mtp = MtpBlock(config, shape, fused)  # pyright: ignore[reportAttributeAccessIssue]  # megarl's class
     set_rotary(model, hf_config)

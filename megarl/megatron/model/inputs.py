@@ -13,6 +13,7 @@ from megarl.megatron.context_parallel import ContextShares, context_shares, sum_
 from megarl.megatron.model.head import HeadRequest, ScoredRows
 from megarl.megatron.model.layer_spec import PackedDocuments, uses_transformer_engine
 from megarl.megatron.model.mtp import MtpInput
+from megarl.megatron.model.vision import ImageInput, VisionTower
 from megarl.megatron.routes import Routes
 from megarl.ops.packed_attention import documents_of
 from megarl.ops.shared_attention import pack_mask
@@ -27,6 +28,7 @@ class ModelInput:
         attention: the documents within which tokens attend.
         head: the rows to score among this rank's tokens.
         routes: the experts for this rank's tokens; unused by dense models.
+        images: the input of the vision tower; None without images, and on ranks without a tower.
         rows: the batch for the loss, restricted to the N' of its N rows that this rank holds.
         row_numbers: int64 [N'], the indices of these rows in the batch.
         num_rows: N, the number of rows in the unrestricted batch.
@@ -37,6 +39,7 @@ class ModelInput:
     attention: PackedDocuments
     head: HeadRequest
     routes: Routes
+    images: ImageInput | None
     rows: TokenBatch
     row_numbers: torch.Tensor
     num_rows: int
@@ -50,6 +53,8 @@ class ModelInput:
         window: int | None,
         requires_our_attention: bool,
         trains_mtp: bool,
+        vision: VisionTower | None = None,
+        needs_gradient: bool = False,
     ) -> ModelInput:
         """Prepare a microbatch.
 
@@ -58,11 +63,16 @@ class ModelInput:
             window: number of tokens to which a token attends in layers with a sliding window; None without such layers.
             requires_our_attention: see the function in layer_spec.
             trains_mtp: whether this pass trains an MTP layer on this rank.
+            vision: this rank's vision tower; None if it has none.
+            needs_gradient: whether every trained parameter must receive a gradient from this microbatch.
         """
         shares = context_shares(batch, splits_documents)
         numbers, places = shares.rows(batch)
         rows = batch.take_rows(numbers)
+        images = None if vision is None else vision.prepare(batch, shares.local, needs_gradient)
         attention = _attention(batch, shares, window, requires_our_attention)
+        if images is not None:
+            attention.feature_places = images.added.places
         mtp = MtpInput.of(batch, shares.local, numbers, attention) if trains_mtp else None
         return cls(
             tokens=batch.tokens[shares.local][None],
@@ -70,6 +80,7 @@ class ModelInput:
             attention=attention,
             head=HeadRequest(places, rows.targets, rows.candidate_ids, mtp, _scored_rows(batch, numbers)),
             routes=Routes.of(batch, shares.local, sequence_parallel),
+            images=images,
             rows=rows,
             row_numbers=numbers,
             num_rows=len(batch.rows),
@@ -105,14 +116,35 @@ def _attention(batch: TokenBatch, shares: ContextShares, window: int | None, req
 
     Transformer Engine attends within document boundaries, which requires that documents share no prompt. Otherwise our
     own attention reads `documents` and `windowed`, and the rotary embedding treats the pack as a single sequence with
-    explicit positions.
+    explicit positions. Images always require explicit positions.
     """
     num_tokens, is_fused = len(batch.tokens), uses_transformer_engine()
-    if is_fused and not requires_ours and len(batch.document_tokens) == num_tokens:
-        longest, bounds = int(batch.boundaries.diff().max()), device.send(batch.boundaries, batch.tokens.device)
-        return PackedDocuments("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest, boundaries=bounds)
+    longest, bounds = int(batch.boundaries.diff().max()), device.send(batch.boundaries, batch.tokens.device)
     # Megatron's rotary embedding reads the boundaries on the host, for queries and keys in every layer.
     whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device if is_fused else "cpu")
+    as_one_sequence = partial(
+        PackedDocuments,
+        "thd",
+        whole,
+        whole,
+        max_seqlen_q=num_tokens,
+        max_seqlen_kv=num_tokens,
+        positions=_rotary_positions(batch)[..., shares.sequence],
+        boundaries=bounds,
+        longest=longest,
+    )
+    if is_fused and not requires_ours and len(batch.document_tokens) == num_tokens:
+        if batch.rotary_positions is not None:
+            return as_one_sequence()
+        return PackedDocuments(
+            "thd",
+            bounds,
+            bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            boundaries=bounds,
+            longest=longest,
+        )
     parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
     are_shared = len(batch.document_tokens) > num_tokens
     uses_one_kernel = is_fused or (device.on_cuda() and (requires_ours or (are_shared and not parts)))
@@ -123,14 +155,9 @@ def _attention(batch: TokenBatch, shares: ContextShares, window: int | None, req
         *parts,
         device=batch.tokens.device,
     )
-    return PackedDocuments(
-        "thd",
-        whole,
-        whole,
-        max_seqlen_q=num_tokens,
-        max_seqlen_kv=num_tokens,
-        documents=describe(),
-        windowed=None if window is None else describe(window=window),
-        positions=batch.positions[shares.sequence],
-        boundaries=device.send(batch.boundaries, batch.tokens.device),
-    )
+    return as_one_sequence(documents=describe(), windowed=None if window is None else describe(window=window))
+
+
+def _rotary_positions(batch: TokenBatch) -> torch.Tensor:
+    """Return int64 [T] or, with images, [3, T]."""
+    return batch.positions if batch.rotary_positions is None else batch.rotary_positions

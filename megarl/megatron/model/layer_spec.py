@@ -56,15 +56,32 @@ class PackedDocuments(PackedSeqParams):
     Attributes:
         documents: input to our attention, built once for all layers; None if Transformer Engine's attention is used.
         windowed: the same for layers with a sliding window; None if the model has none.
-        positions: int64 [T], token positions for the rotary embedding, in the order in which Megatron splits the pack
-            over context-parallel ranks; None derives them from the document boundaries.
+        positions: int64 [T] or, in time, height and width, [3, T], token positions for the rotary embedding, in the
+            order in which Megatron splits the pack over context-parallel ranks; None derives them from the document
+            boundaries.
         boundaries: int32 [D + 1], the documents' boundaries for layers with a recurrent state.
+        longest: length of the longest document.
+        feature_places: int64 [f], indices among this rank's hidden states to which image features are added.
     """
 
     documents: Documents | BlockMask | None = None
     windowed: Documents | BlockMask | None = None
     positions: torch.Tensor | None = None
     boundaries: torch.Tensor | None = None
+    longest: int | None = None
+    feature_places: torch.Tensor | None = None
+
+    @property
+    def within_documents(self) -> PackedSeqParams:
+        """Megatron's parameters for layers that process each document separately."""
+        assert self.boundaries is not None, "the microbatch was prepared without document boundaries"
+        return PackedSeqParams(
+            "thd",
+            cu_seqlens_q=self.boundaries,
+            cu_seqlens_kv=self.boundaries,
+            max_seqlen_q=self.longest,
+            max_seqlen_kv=self.longest,
+        )
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -210,10 +227,7 @@ class DeltaNet(GatedDeltaNet):
         parallel.mark(self.A_log, tensor_model_parallel=True, partition_dim=0)
 
     def forward(self, hidden_states, *args, packed_seq_params: PackedDocuments, **kwargs):
-        bounds = packed_seq_params.boundaries
-        assert bounds is not None, "the microbatch was prepared for a model without recurrent states"
-        documents = PackedSeqParams("thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-        return super().forward(hidden_states, *args, packed_seq_params=documents, **kwargs)
+        return super().forward(hidden_states, *args, packed_seq_params=packed_seq_params.within_documents, **kwargs)
 
 
 def uses_transformer_engine() -> bool:
@@ -385,7 +399,8 @@ def _fused_attention() -> type:
         def forward(self, query, key, value, *args, packed_seq_params: PackedDocuments, **kwargs):
             documents = packed_seq_params.documents
             if documents is None:
-                return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
+                packed = packed_seq_params.within_documents
+                return super().forward(query, key, value, *args, packed_seq_params=packed, **kwargs)
             assert isinstance(documents, BlockMask), "the microbatch was prepared for torch layers"
             num_tokens = query.shape[0]
             query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))

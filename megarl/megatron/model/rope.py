@@ -18,6 +18,7 @@ from megarl.megatron.model.mtp import mtp_of
 from megarl.models.families import completed
 from megarl.models.huggingface import rope_parameters
 from megarl.models.shape import ModelShape
+from megarl.models.vision import vision_of
 
 
 class DocumentRotary(RotaryEmbedding):
@@ -28,17 +29,22 @@ class DocumentRotary(RotaryEmbedding):
     because a layer that is recomputed in the backward pass needs the positions of its own microbatch. Without
     positions, the module returns angles for all positions in the longest document, and the rotation kernel selects the
     angles for each document.
+
+    Attributes:
+        axes: int64 [channels], the row of three-dimensional positions on which each channel's angle depends; None in
+            models without a vision tower.
     """
 
     positions: torch.Tensor | None = None
     table: torch.Tensor | None = None
+    axes: torch.Tensor | None = None
 
     def forward(  # pyright: ignore[reportIncompatibleVariableOverride]  # the base class wraps forward in a cache
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
     ) -> torch.Tensor:
         if self.table is None or len(self.table) < max_seq_len:
             self.table = self.get_emb(_power_of_two(max_seq_len))
-        return _rows(self.table, self.positions, max_seq_len)
+        return _rows(self.table, self.positions, self.axes, max_seq_len)
 
 
 class DocumentYarn(YarnRotaryEmbedding):
@@ -46,6 +52,7 @@ class DocumentYarn(YarnRotaryEmbedding):
 
     positions: torch.Tensor | None = None
     table: torch.Tensor | None = None
+    axes: torch.Tensor | None = None
     factor: float
 
     def forward(  # pyright: ignore[reportIncompatibleVariableOverride]  # the base class wraps forward in a cache
@@ -56,7 +63,7 @@ class DocumentYarn(YarnRotaryEmbedding):
             pair: Any = self.get_emb(_power_of_two(max_seq_len))  # annotated as a single tensor
             table, self.factor = pair
             self.table = table
-        return _rows(table, self.positions, max_seq_len), self.factor
+        return _rows(table, self.positions, self.axes, max_seq_len), self.factor
 
 
 @cache
@@ -86,9 +93,30 @@ def fuse_rotation() -> None:
     rope_utils._apply_rotary_pos_emb_thd = rotated_documents
 
 
-def _rows(table: torch.Tensor, positions: torch.Tensor | None, max_seq_len: int) -> torch.Tensor:
-    # Truncate the table: with as many rows as the pack has tokens, Megatron would read it as one angle per token.
-    return table[:max_seq_len] if positions is None else table[positions]
+def _rows(
+    table: torch.Tensor, positions: torch.Tensor | None, axes: torch.Tensor | None, max_seq_len: int
+) -> torch.Tensor:
+    """Return the angles at the positions, [T, 1, 1, channels]. With `positions` [3, T], each channel has its axis's."""
+    if positions is None:
+        # With as many rows as the pack has tokens, Megatron would read the table as one angle per token.
+        return table[:max_seq_len]
+    if positions.dim() == 1:
+        return table[positions]
+    assert axes is not None, "a pack with images, but a model without a vision tower"
+    return table[:, 0, 0].gather(0, positions[axes.to(positions.device)].T)[:, None, None]
+
+
+def axes_of_channels(sections: tuple[int, int, int], is_interleaved: bool) -> torch.Tensor:
+    """Return the axis (0: time, 1: height, 2: width) on which each rotary channel depends, int64 [channels]. The second
+    half of the channels repeats the first half's angles. The arguments are as in VisionShape."""
+    if is_interleaved:
+        # Time has the channels that are left.
+        axes = torch.zeros(sum(sections), dtype=torch.int64)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
+    else:
+        axes = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    return axes.repeat(2)
 
 
 def _power_of_two(least: int) -> int:
@@ -110,6 +138,8 @@ def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
     if rope["rope_type"] != "yarn":
         rotary.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
     rotary.__class__ = DocumentYarn if rope["rope_type"] == "yarn" else DocumentRotary
+    if (vision := vision_of(hf_config)) is not None:
+        rotary.axes = axes_of_channels(vision.rotary_sections, vision.is_interleaved)
     for reader in readers:
         reader.register_forward_pre_hook(_set_positions, with_kwargs=True)
 

@@ -16,6 +16,7 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.token_batch import TokenBatch
 from megarl.data.collate import Reads
+from megarl.data.images import ImageProcessor
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, step
 from megarl.megatron.lora.adapters import Adapters
@@ -26,6 +27,7 @@ from megarl.models.classifier import BIAS, WEIGHT
 from megarl.models.folder import read_config
 from megarl.models.mtp import add_mtp, num_mtp_layers
 from megarl.models.value_head import value_head_shapes
+from megarl.models.vision import vision_of
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.piece import Holder
@@ -57,6 +59,7 @@ class ModelWorker:
         parallel.initialize(settings.layout, store, rank, config.run.seed, config.cluster.timeouts.longest)
         lora = settings.adapters
         self.adapters = None if lora is None else Adapters(lora, self._hf_config, self.holder)
+        self._processor = self._image_processor()
         self.chunks = self._build()
         self._load_weights()
         self.kernels = kernels.describe()
@@ -74,6 +77,12 @@ class ModelWorker:
             logits_dtype=getattr(torch, self._config.model.logits_dtype),
             **self._attached,
         )
+
+    def _image_processor(self) -> ImageProcessor | None:
+        """Return the processor of images; None on ranks without a vision tower."""
+        if vision_of(self._hf_config) is None or not parallel.is_first_stage(None):
+            return None
+        return ImageProcessor.of(self._folder, self._config.data.min_pixels, self._config.data.max_pixels)
 
     @property
     def _attached(self) -> dict[str, Any]:
@@ -164,4 +173,4 @@ class ModelWorker:
     ) -> list[TokenBatch]:
         replays = self.replays if replays is None else replays
         truncates = self.truncates if truncates is None else truncates
-        return batch.token_batches(self.packing, self.reads, truncates, replays, device.device())
+        return batch.token_batches(self.packing, self.reads, truncates, replays, device.device(), self._processor)

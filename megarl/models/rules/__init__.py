@@ -46,6 +46,14 @@ from megarl.models.rules.layout import (
     sizes_divide_by_tp,
 )
 from megarl.models.rules.model_path import path_of
+from megarl.models.rules.vision import (
+    check_tower,
+    deepstack_layers_are_in_the_first_chunk,
+    engine_reads_rotary_sections,
+    text_model_runs_alone,
+    vision_excludes_other_models,
+)
+from megarl.models.vision import add_vision
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
@@ -58,18 +66,21 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             f"rollout.engine={config.rollout.engine}: {path_of(config, actor)} is {kind}. Fix: set "
             f"rollout.engine={engine}, or use another model"
         )
+    check_tower(config, hf_config)
     if config.samples_images:
         raise_all(_broken_by_denoiser(config, DenoiserShape.of(hf_config)))
         return
-    model = _completed(config, actor, hf_config)
+    model = _completed(config, actor, add_vision(hf_config) if config.model.vision else hf_config)
     violations = [*_violations(config, actor, model), *expert_keys_require_experts(config, model)]
     violations += trust_region_requires_dense_model(config, model)
     violations += delta_nets_are_not_quantized(config, model)
     violations += model_has_mtp(config, model)
+    violations += vision_excludes_other_models(config, model)
     if not config.is_offline:
         violations += _broken_by_engine("rollout.tp", config.rollout.tp, path_of(config, actor), model)
         violations += top_k_fits_the_vocabulary(config, model)
         violations += engine_shards_keep_blocks_whole(config, model)
+        violations += engine_reads_rotary_sections(config, model)
     elif head := score_head_of(model):
         violations += has_one_label(config, actor, head.num_labels) if config.trains_reward_model else ()
         violations += classifier_kind_fits_objective(config, head.kind)
@@ -111,6 +122,7 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
         violations = _broken_by_engine("reward_model.layout.tp", placed.layout.tp, path_of(config, placed), reward)
         violations += context_fits_the_positions(config, placed, reward)
         violations += features_are_supported(config, placed, reward)
+        violations += text_model_runs_alone(config, placed, reward)
     head = score_head_of(reward)
     architectures = ", ".join(reward.get("architectures") or ["none"])
     if placed.judges and head is not None:
@@ -158,6 +170,7 @@ def _check_language_model(
         violations = _broken_by_engine(f"{layout_key(placed)}.tp", placed.layout.tp, path_of(config, placed), model)
         violations += teacher_engine_has_a_position_left(config, placed, model)
         violations += features_are_supported(config, placed, model)
+        violations += text_model_runs_alone(config, placed, model)
     else:
         violations = _violations(config, placed, model)
     raise_all([*violations, *covered])
@@ -182,9 +195,11 @@ _PLACED_MODEL_RULES = (
     expert_biases_require_whole_experts,
     experts_and_tensor_parallel_need_sequence_parallel,
     layers_tile_the_stages,
+    deepstack_layers_are_in_the_first_chunk,
     context_fits_the_positions,
     attention_is_full,
     features_are_supported,
+    text_model_runs_alone,
 )
 """Rules for a model's config section and its config.json."""
 

@@ -106,6 +106,7 @@ def write_file(
     dtypes: Mapping[str, str],
     tensor: Callable[[str], torch.Tensor],
     stacks: Mapping[str, Stack] = MappingProxyType({}),
+    stored_name: Callable[[str], str] = str,
 ) -> None:
     """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once.
 
@@ -114,19 +115,23 @@ def write_file(
         tensor: function that returns the tensor with a given name. It is called in the order of `shapes`, for each
             member of a stack.
         stacks: the tensors in the file that stack others.
+        stored_name: function that returns the name in the file.
     """
     names = {dtype_name(dtype): name for name, dtype in TORCH_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + num_bytes(shape, dtypes[name])
-        header[name] = {"dtype": names[dtypes[name]], "shape": list(shape), "data_offsets": [start, end]}
+        header[stored_name(name)] = {"dtype": names[dtypes[name]], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in shapes:
             stack = stacks.get(name)
-            for part in (name,) if stack is None else stack.experts:
-                values = tensor(part)
-                file.write(raw_bytes(values.t().contiguous() if stack is not None and stack.is_transposed else values))
+            is_transposed = stack is not None and stack.is_transposed
+            for members in ((name,),) if stack is None else stack.experts:
+                # The function reuses memory, so tensors that are concatenated are copied.
+                parts = (tensor(part) if len(members) == 1 else tensor(part).clone() for part in members)
+                values = torch.cat([*parts]) if len(members) > 1 else next(parts)
+                file.write(raw_bytes(values.t().contiguous() if is_transposed else values))

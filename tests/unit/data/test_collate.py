@@ -8,6 +8,7 @@ import torch
 
 from megarl.core.completion import CandidateIds, VersionRun
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.score import Baseline
 from megarl.data.collate import collate, teacher_states
@@ -138,3 +139,65 @@ def test_teacher_states_belong_to_the_rows_of_scored_samples():
     for members in (refs[1:2], []):
         found = teacher_states(members, states)
         assert found.rows.dtype == torch.int64 and len(found.rows) == len(found.parts) == 0
+
+
+def with_images(sample, *images: PromptImage):
+    """Return the reference with images in the sample's prompt."""
+    prompt = replace(sample.sample.prompt, images=images)
+    return replace(sample, sample=replace(sample.sample, prompt=prompt))
+
+
+def one_image(start: int, digest: str = "digest") -> PromptImage:
+    return PromptImage(start, 2, (1, 2, 4), digest)
+
+
+def pixels(image: PromptImage) -> torch.Tensor:
+    return torch.full((8, 3), float(image.digest[-1] == "t"))
+
+
+def test_shared_image_has_one_place():
+    samples = [with_images(sample, one_image(1)) for sample in samples_of_one_prompt()]
+    batch = collate(samples, packing(4, True), pixels=pixels)
+    assert batch.images is not None
+    assert len(batch.images.pixels) == 1
+    assert batch.images.grids.tolist() == [[1, 2, 4]]
+    assert (batch.images.sources.tolist(), batch.images.places.tolist()) == ([0, 1], [1, 2])
+    assert batch.rotary_positions is not None
+    assert batch.rotary_positions.tolist() == [
+        [0, 1, 1, 3, 4, 3, 4, 5],
+        [0, 1, 1, 3, 4, 3, 4, 5],
+        [0, 1, 2, 3, 4, 3, 4, 5],
+    ]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5]
+
+
+def test_image_of_unshared_prompts_has_several_places():
+    samples = [with_images(sample, one_image(0)) for sample in samples_of_one_prompt()]
+    text = training_sample("c", "q", [11, 12], [21])
+    batch = collate([samples[0], text, samples[1]], packing(1, False), pixels=pixels)
+    assert batch.images is not None
+    assert len(batch.images.pixels) == 1
+    assert (batch.images.sources.tolist(), batch.images.places.tolist()) == ([0, 1, 0, 1], [0, 1, 8, 9])
+    assert batch.rotary_positions is not None
+    assert batch.rotary_positions[:, 5:8].tolist() == [[0, 1, 2]] * 3
+
+
+def test_prompts_with_different_images_are_not_shared():
+    first, second = samples_of_one_prompt()
+    batch = collate(
+        [with_images(first, one_image(1, "first")), with_images(second, one_image(1, "second"))],
+        packing(1, True),
+        pixels=pixels,
+    )
+    assert batch.images is not None
+    assert (batch.images.sources.tolist(), batch.images.places.tolist()) == ([0, 1, 2, 3], [1, 2, 6, 7])
+    assert [part.mean().item() for part in batch.images.pixels] == [1.0, 0.0]
+
+
+def test_patches_are_left_out_without_a_tower():
+    samples = [with_images(sample, one_image(1)) for sample in samples_of_one_prompt()]
+    batch = collate(samples, packing(1, True))
+    assert batch.images is None
+    assert batch.rotary_positions is not None
+    text = collate(samples_of_one_prompt(), packing(1, True), pixels=pixels)
+    assert (text.images, text.rotary_positions) == (None, None)

@@ -1,0 +1,197 @@
+"""The vision tower on the first pipeline stage, and the places of its features in the text model.
+
+The tower is transformers' own module. Each tensor- and context-parallel rank has all of it and computes the features of
+all images in a microbatch. Features replace embeddings before sequence parallelism splits the tokens, so that the
+tower's gradient is whole on every tensor-parallel rank. A context-parallel rank places only the features of its own
+tokens; their gradients are summed over the ranks like those of all parameters.
+
+Features of Qwen3-VL's inner tower layers are added after the text model's first layers (deepstack, arXiv 2406.04334).
+They pass through the decoder as its `context`, an argument with a gradient, so that a recomputed layer does not run the
+tower's backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.core import device
+from megarl.core.token_batch import ImageBatch, TokenBatch
+from megarl.megatron import parallel
+from megarl.models.vision import VisionShape, vision_of
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Features and the tokens that they belong to.
+
+    Attributes:
+        sources: int64 [f], indices among the features of all images in the microbatch.
+        places: int64 [f], indices among this rank's tokens.
+    """
+
+    sources: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def among(cls, images: ImageBatch, tokens: torch.Tensor, num_tokens: int) -> Features:
+        """Return the features of `tokens`, the pack positions of this rank's tokens on the host, int64 [t]. The pack
+        has `num_tokens` tokens."""
+        index = torch.full((num_tokens,), -1)
+        index[tokens] = torch.arange(len(tokens))
+        places = index[images.places]
+        is_held = places >= 0
+        return cls(images.sources[is_held], places[is_held])
+
+    def to(self, target: torch.device) -> Features:
+        return Features(device.send(self.sources, target), device.send(self.places, target))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """The images in a microbatch, and the features that this rank places.
+
+    Attributes:
+        pixels: [P, channels · time · height · width of a patch], in the tower's dtype.
+        grids: int64 [I, 3], as in ImageBatch.
+        embedded: the features that replace embeddings, among this context-parallel rank's tokens.
+        added: the features that are added to hidden states, among the tokens of which this rank has hidden states.
+    """
+
+    pixels: torch.Tensor
+    grids: torch.Tensor
+    embedded: Features
+    added: Features
+
+
+class VisionTower:
+    """A chunk's vision tower, whose parameters are in the chunk's submodule `vision`.
+
+    Set `images` right before each call of the chunk. The call consumes it.
+    """
+
+    images: ImageInput | None = None
+
+    def __init__(self, model: GPTModel, tower: torch.nn.Module, num_added: int):
+        """`num_added` is the number of text layers after which features are added."""
+        assert num_added <= len(model.decoder.layers), "a layer after which features are added is in another chunk"
+        self._tower, self._config = tower, model.config
+        self._added: torch.Tensor | None = None
+        model.embedding.register_forward_hook(self._replace_embeddings)
+        if num_added:
+            model.decoder.register_forward_pre_hook(self._pass_features, with_kwargs=True)
+        for number in range(num_added):
+            layer = model.decoder.layers[number]
+            layer.register_forward_hook(partial(_add_features, number), with_kwargs=True)
+
+    @property
+    def is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._tower.parameters())
+
+    def prepare(self, batch: TokenBatch, local: torch.Tensor, needs_gradient: bool) -> ImageInput | None:
+        """Return the images in a microbatch; None if there are none. Runs no collectives.
+
+        Args:
+            local: int64 [T/cp], the pack positions of this context-parallel rank's tokens.
+            needs_gradient: whether every parameter must receive a gradient. A trained tower then has an image without
+                features in microbatches without images.
+        """
+        images = batch.images
+        if images is None and needs_gradient and self.is_trained:
+            images = self._featureless()
+        if images is None:
+            return None
+        target, tokens = batch.tokens.device, local.cpu()
+        parts = [tokens, parallel.local_part(tokens) if self._config.sequence_parallel else tokens]
+        embedded, added = (Features.among(images, part, len(batch.tokens)).to(target) for part in parts)
+        pixels = torch.cat(images.pixels).to(self._patch_weight.dtype)
+        return ImageInput(device.send(pixels, target), device.send(images.grids, target), embedded, added)
+
+    def _featureless(self) -> ImageBatch:
+        """Return the smallest image, of which no feature is placed, so that the tower's gradient is zero."""
+        merge: int = self._tower.spatial_merge_size  # pyright: ignore[reportAssignmentType]
+        pixels, none = torch.zeros(merge**2, self._patch_weight[0].numel()), torch.empty(0, dtype=torch.int64)
+        return ImageBatch((pixels,), torch.tensor([[1, merge, merge]]), none, none)
+
+    @property
+    def _patch_weight(self) -> torch.Tensor:
+        """The weight that maps a patch to a hidden state, [hidden, channels, time, height, width]."""
+        return self._tower.get_parameter("patch_embed.proj.weight")
+
+    def _replace_embeddings(self, _: torch.nn.Module, __: tuple, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Forward hook of the embedding, whose output is [T/cp, 1, h]."""
+        images, self.images = self.images, None
+        if images is None:
+            return None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained):
+            output: Any = self._tower(images.pixels, grid_thw=images.grids)
+        self._added = self._features_to_add(images, getattr(output, "deepstack_features", None) or [])
+        features = F.embedding(images.embedded.sources, output.pooler_output)
+        return hidden.index_copy(0, images.embedded.places, features[:, None].to(hidden.dtype))
+
+    def _features_to_add(self, images: ImageInput, features: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return the features for this rank's hidden states, [layers, f, h]."""
+        if not features:
+            return None
+        stacked = torch.stack(features, 1)
+        if self._config.sequence_parallel:  # each rank adds some of the features, so its gradient is partial
+            stacked = copy_to_tensor_model_parallel_region(stacked, group=parallel.tensor_group(is_expert=False))
+        return F.embedding(images.added.sources, stacked.flatten(1)).unflatten(1, stacked.shape[1:]).transpose(0, 1)
+
+    def _pass_features(self, _: torch.nn.Module, inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict]:
+        """Forward pre-hook of the decoder."""
+        added, self._added = self._added, None
+        return inputs, keywords | {"context": added}
+
+
+def _add_features(
+    number: int, _: torch.nn.Module, __: tuple, keywords: dict[str, Any], outputs: tuple
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Forward hook of the text model's layer with this number. A layer that is recomputed in the backward pass adds the
+    features of its own microbatch, because all inputs are the layer's arguments."""
+    features, (hidden, context) = keywords["context"], outputs
+    if features is None:
+        return None
+    places = keywords["packed_seq_params"].feature_places
+    return hidden.index_add(0, places, features[number][:, None].to(hidden.dtype)), context
+
+
+def add_vision_tower(model: GPTModel, hf_config: Mapping[str, Any], config: TransformerConfig) -> None:
+    """Add the vision tower to the model's first chunk. Weights are loaded later."""
+    shape = vision_of(hf_config)
+    assert shape is not None, "the model has no vision tower"
+    tower = _build(shape, hf_config["vision_config"], config)
+    for parameter in tower.parameters():
+        # The tower's attention has a nondeterministic gradient on GPU, with which the replicas would diverge.
+        parallel.mark(parameter, average_gradients_across_tp_domain=True)
+    # DDP reduces gradients in the opposite order of modules. The tower's are computed last.
+    model._modules = {"vision": tower, **model._modules}
+    vars(model)["vision_tower"] = VisionTower(model, tower, len(shape.deepstack))
+
+
+def _build(shape: VisionShape, vision_config: Mapping[str, Any], config: TransformerConfig) -> torch.nn.Module:
+    # Imported here, because transformers takes seconds to import and text models do not use it.
+    from transformers import AutoConfig, AutoModel
+    from transformers.initialization import no_init_weights
+
+    # The model_type in vision_config differs between versions of transformers.
+    sizes = {key: value for key, value in vision_config.items() if key != "model_type"}
+    tower_config = AutoConfig.for_model(f"{shape.model_type}_vision", **sizes)
+    with no_init_weights():
+        tower = AutoModel.from_config(tower_config, dtype=config.params_dtype, attn_implementation="sdpa")
+    if config.recompute_granularity == "full":
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    return tower
+
+
+def vision_tower(model: GPTModel) -> VisionTower | None:
+    """Return a chunk's vision tower; None if it has none."""
+    return vars(model).get("vision_tower")
