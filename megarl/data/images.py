@@ -36,7 +36,15 @@ WHITE = (255, 255, 255)
 
 
 class ImageError(ValueError):
-    """An image that cannot be used. The message is the reason, to follow a description of the image."""
+    """An image that cannot be used. The message is the reason, to follow a description of the image.
+
+    Attributes:
+        fix: what the user can do.
+    """
+
+    def __init__(self, reason: str, fix: str = "replace the image, or drop the row") -> None:
+        super().__init__(reason)
+        self.fix = fix
 
 
 def decode(file: bytes) -> Image:
@@ -122,7 +130,8 @@ class ImageProcessor:
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise ImageError(
                 f"its size is {width} × {height} pixels, but the model supports aspect ratios of at most "
-                f"{MAX_ASPECT_RATIO}"
+                f"{MAX_ASPECT_RATIO}",
+                "crop the image, or drop the row",
             )
         patch, size = self.processor.patch_size, self.processor.size
         rows, columns = smart_resize(

@@ -1,0 +1,122 @@
+"""The images of data rows: loaded once, and placed among the tokens of their prompts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.core.errors import UserError
+from megarl.core.prompt_images import PromptImage
+from megarl.data.chat import plain
+from megarl.data.image_files import ImageFiles, StoredImage, describe
+from megarl.data.image_parts import count_markers, place_images
+from megarl.data.images import ImageError, ImageProcessor
+from megarl.data.row import Content, Row
+from megarl.models.folder import read_config
+from megarl.models.vision import add_vision, vision_of
+
+ROWS_AT_ONCE = 64
+"""Number of rows whose images are in memory at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """An image of a row, and its number of patches in time, height and width."""
+
+    image: StoredImage
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Loads the images of a data source.
+
+    Attributes:
+        column: data.image_column.
+        chat_template: data.chat_template.
+        token: id of the model's image placeholder.
+    """
+
+    column: str
+    chat_template: bool
+    processor: ImageProcessor
+    token: int
+    files: ImageFiles
+
+    @classmethod
+    def of(cls, config: Config, folder: Path) -> ImageRows | None:
+        """Return the loader of a data source; None for prompts without images."""
+        data = config.data
+        if data.image_column is None:
+            return None
+        shape = vision_of(add_vision(read_config(folder)))
+        assert shape is not None, "the model has a tower"
+        processor = ImageProcessor.of(folder, data.min_pixels, data.max_pixels)
+        return cls(data.image_column, data.chat_template, processor, shape.image_token, ImageFiles())
+
+    def load(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Yield the rows, with LoadedImages in the order of their placeholders and with a part of type image for each
+        of them. Raise a UserError that names the row if an image cannot be used, or if a row's placeholders do not
+        match its images."""
+        with ThreadPoolExecutor(os.cpu_count(), "images") as pool:
+            while batch := list(islice(rows, ROWS_AT_ONCE)):
+                yield from pool.map(self._load, batch)
+
+    def expand(
+        self, token_ids: list[int], images: Sequence[LoadedImage], place: str
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the token ids of a prompt with one placeholder per feature, and the images in the prompt. Raise a
+        UserError unless the prompt has one placeholder per image.
+
+        Args:
+            token_ids: ids with one placeholder per image.
+            place: the location of the row, for error messages.
+        """
+        if (num_tokens := token_ids.count(self.token)) != len(images):
+            fix = "write the token once for each image, as the model's chat template does"
+            if self.chat_template:
+                fix = "remove the token from the assistant's messages, or use a chat template that supports images"
+            raise UserError(
+                f"{place}: the prompt has {num_tokens} of the model's image tokens, but {len(images)} images. "
+                f"Fix: {fix}"
+            )
+        expanded: list[int] = []
+        placed: list[PromptImage] = []
+        for token in token_ids:
+            if token != self.token:
+                expanded.append(token)
+                continue
+            loaded = images[len(placed)]
+            count = self.processor.num_tokens(loaded.grid)
+            placed.append(PromptImage(len(expanded), count, loaded.grid, loaded.image.digest))
+            expanded += [token] * count
+        return expanded, tuple(placed)
+
+    def require_text(self, prompt: Content, token_ids: list[int], place: str) -> None:
+        """Raise a UserError if a prompt without images has placeholders."""
+        if count_markers(prompt) or self.token in token_ids:
+            raise UserError(f"{place}: images are not supported in this column. Fix: describe them in text")
+
+    def _load(self, row: Row) -> Row:
+        place = f"{row.source}:{row.number}"
+        prompt, values = row.prompt, row.images
+        if self.chat_template:
+            prompt, values = place_images(prompt, values, self.column, place)
+        else:
+            plain(prompt, place)
+        folder = Path(row.source).expanduser().parent
+        loaded = tuple(self._loaded(value, folder, f"{place}: image {i}") for i, value in enumerate(values, start=1))
+        return replace(row, prompt=prompt, images=loaded)
+
+    def _loaded(self, value: str | bytes | Mapping[str, Any], folder: Path, place: str) -> LoadedImage:
+        try:
+            image = self.files.add(value, folder)
+            return LoadedImage(image, self.processor.grid(image.width, image.height))
+        except ImageError as error:
+            raise UserError(f"{place} ({describe(value)}): {error}. Fix: {error.fix}") from None
