@@ -22,12 +22,14 @@ from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.errors import UserError
 from megarl.core.latents import AnySample, Conditioning, LatentSample
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 
 SavedGroup = tuple[int, int, list[AnySample]]
 """(prompt's row in the data, weight version at the start of its samples, samples)."""
 
-_KINDS = CandidateIds, Conditioning, DraftCounts, Episode, LatentSample, Prompt, RolloutInfo, Sample, VersionRun
+_TEXT_KINDS = CandidateIds, DraftCounts, Episode, Prompt, PromptImage, RolloutInfo, Sample, VersionRun
+_KINDS = *_TEXT_KINDS, Conditioning, LatentSample
 CLASSES = {kind.__name__: kind for kind in _KINDS}
 CLASS, ARRAY, PROMPT, TUPLE, ITEMS = "__class__", "__array__", "__prompt__", "__tuple__", "__items__"
 """Key that marks a JSON object as an instance, an array, a prompt, a tuple, or a dictionary with arbitrary keys."""
