@@ -15,8 +15,8 @@ from tests.closeness import load
 class GrpoReference:
     """A model trained by AdamW on GRPO's loss with the sample standard deviation (arXiv 2402.03300, eq. 3 and 4)."""
 
-    def __init__(self, folder: Path, lr: float, eps: float, temperature: float):
-        self.model, self.start = (load(AutoModelForCausalLM, folder) for _ in range(2))
+    def __init__(self, folder: Path, lr: float, eps: float, temperature: float, kind: type = AutoModelForCausalLM):
+        self.model, self.start = (load(kind, folder) for _ in range(2))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=lr, betas=(0.9, 0.999), eps=eps, weight_decay=0.0
         )

@@ -67,6 +67,7 @@ _TEXTS: dict[Kind, dict[str, Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=96,  # so that no expert matrix is square
         decoder_sparse_step=1,
+        norm_topk_prob=True,
     ),
     "qwen3_5": _GROUPED
     | dict(

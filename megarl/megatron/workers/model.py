@@ -27,7 +27,7 @@ from megarl.models.classifier import BIAS, WEIGHT
 from megarl.models.folder import read_config
 from megarl.models.mtp import add_mtp, num_mtp_layers
 from megarl.models.value_head import value_head_shapes
-from megarl.models.vision import vision_of
+from megarl.models.vision import add_vision, vision_of
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.piece import Holder
@@ -143,7 +143,11 @@ class ModelWorker:
     def _opened_folder(self) -> Iterator[tuple[SafetensorsFolder, Holder]]:
         """Open the folder that contains the weights. Yields the folder's transport and holder."""
         hf_config = read_config(self._folder)
-        holder = huggingface_holder(add_mtp(hf_config) if num_mtp_layers(self._hf_config) else hf_config)
+        if num_mtp_layers(self._hf_config):
+            hf_config = add_mtp(hf_config)
+        if vision_of(self._hf_config) is not None:
+            hf_config = add_vision(hf_config)
+        holder = huggingface_holder(hf_config)
         with SafetensorsFolder(self._folder) as transport:
             yield transport, transport.with_file_dtypes(holder)
 

@@ -107,10 +107,15 @@ def delta_nets_are_not_quantized(config: Config, hf: Mapping[str, Any]) -> Itera
 
 
 def engine_router_keys_are_present(model: str, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Require the keys for DeepSeek-V3's router that vLLM reads from config.json. transformers does not write them. For
-    GLM-4.5, vLLM does not read them."""
+    """Require the router keys that vLLM reads from config.json, but transformers does not write: those of DeepSeek-V3
+    and of Qwen3-VL. For GLM-4.5, vLLM does not read them."""
     required = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     missing = [key for key in required if key not in hf]
+    if hf["model_type"] == "qwen3_vl_moe_text" and "norm_topk_prob" not in hf:
+        yield (
+            f"{model}: text_config in its config.json lacks norm_topk_prob, which engines require. Fix: add "
+            "norm_topk_prob: true to text_config"
+        )
     if latent_attention(hf) and missing:
         yield (
             f"{model}: its config.json lacks {' and '.join(missing)}, so the engine would route with softmax and "

@@ -47,8 +47,9 @@ def separate(tensors: Tensors) -> Tensors:
     return result
 
 
-def as_on_the_hub(folder: Path, kind: Kind) -> None:
-    """Rename and transpose tensors as in published folders, and flatten the config of Qwen2.5-VL."""
+def rewrite(folder: Path, kind: Kind) -> None:
+    """Rewrite a folder of Qwen2.5-VL as published ones, with other names and a flat config, and one of Qwen3-VL's
+    experts as transformers writes it, with the rows before the columns."""
     tensors = load_file(folder / SINGLE)
     if kind == "qwen2_5_vl":
         names = {name: name.replace("model.language_model.", "model.") for name in tensors}
@@ -81,11 +82,11 @@ def assert_equal(tensors: Tensors, expected: Tensors) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_folders_of_transformers_and_of_the_hub_are_read(kind: Kind, tmp_path: Path) -> None:
+def test_published_and_other_folders_are_read(kind: Kind, tmp_path: Path) -> None:
     folder = tiny_vision.build(tmp_path, kind)
     expected = separate(their_tensors(folder))
     assert_equal(read_all(folder), expected)
-    as_on_the_hub(folder, kind)
+    rewrite(folder, kind)
     assert_equal(separate(their_tensors(folder)), expected)
     assert_equal(read_all(folder), expected)
 
@@ -95,7 +96,7 @@ def test_exported_folder_is_loaded_by_transformers(kind: Kind, tmp_path: Path) -
     """Several files, the nested config and the processor's files."""
     folder = tiny_vision.build(tmp_path / "in", kind)
     expected = their_tensors(folder)
-    as_on_the_hub(folder, kind)
+    rewrite(folder, kind)
     hf_config = add_vision(read_config(folder))
     source, destination = huggingface_holder(hf_config, "float32"), huggingface_holder(hf_config, "float32")
     plan = make_plan([source], [destination])

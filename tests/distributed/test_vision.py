@@ -1,0 +1,172 @@
+"""Vision-language models in Megatron against transformers: loss, gradients and weights of a GRPO update, and log-probs.
+
+The batches have prompts with one image, with two and with none. One response contains the placeholder token, which is
+an ordinary token there.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
+from megarl.core.sample import Sample
+from megarl.data.images import ImageProcessor
+from megarl.models.folder import read_config
+from megarl.models.vision import add_vision
+from tests import tiny_vision
+from tests.closeness import LOSS_FLOOR, assert_close, close_to, expected
+from tests.forked import run_ranks
+from tests.grpo_reference import GrpoReference
+from tests.parity import (
+    EPS,
+    LR,
+    TEMPERATURE,
+    Group,
+    Outcome,
+    config_of,
+    train,
+    whole_tensors,
+)
+
+UNUSED_ID = 300
+"""An id without a token, which stands for placeholders in the reference: transformers compares ids."""
+
+IMAGE_SIZES = [[(56, 40)], [], [(30, 70), (64, 64)], [(64, 32)]]
+"""Width and height of each prompt's images, in pixels."""
+
+
+def image_file(size: tuple[int, int], source: np.random.Generator) -> bytes:
+    """Return a PNG file with random pixels."""
+    file = io.BytesIO()
+    Image.fromarray(source.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(file, "png")
+    return file.getvalue()
+
+
+def groups_of(folder: Path, sizes: list[list[tuple[int, int]]] = IMAGE_SIZES) -> list[Group]:
+    source, pixels, processor = random.Random(0), np.random.default_rng(0), ImageProcessor.of(folder)
+    groups = []
+    for i, image_sizes in enumerate(sizes):
+        ids, images = random_ids(source, 3 + i), []
+        for k, size in enumerate(image_sizes):
+            grid = processor.grid(*size)
+            ids.append(tiny_vision.IDS["<|vision_start|>"])
+            count = processor.num_tokens(grid)
+            images.append(PromptImage(len(ids), count, grid, f"{i}.{k}", image_file(size, pixels)))
+            ids += [tiny_vision.IMAGE_ID] * count + [tiny_vision.IDS["<|vision_end|>"]]
+        ids += random_ids(source, 2)
+        prompt = Prompt(f"{i}", "", tuple(ids), images=tuple(images))
+        groups.append([(sample_of(prompt, k, source), source.choice([0.0, 0.5]) if k else 1.0 + i) for k in range(4)])
+    return groups
+
+
+def random_ids(source: random.Random, count: int) -> list[int]:
+    return [source.randrange(1, tiny_vision.NUM_BYTES) for _ in range(count)]
+
+
+def sample_of(prompt: Prompt, number: int, source: random.Random) -> Sample:
+    ids = random_ids(source, [1, 16, 7, 9][number])
+    if number == 2:
+        ids[3] = tiny_vision.IMAGE_ID
+    mask = tuple(source.random() < 0.8 for _ in ids) if number else (True,)
+    n = len(ids)
+    return Sample(f"{prompt.id}.{number}", prompt, tuple(ids), (-1.0,) * n, mask, (VersionRun(0, n),), "stop", "")
+
+
+class VisionReference(GrpoReference):
+    """The reference with images."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, LR, EPS, TEMPERATURE, AutoModelForImageTextToText)
+        self._processor = ImageProcessor.of(folder)
+        for model in (self.model, self.start):
+            model.config.image_token_id = UNUSED_ID
+
+    def logits(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
+        ids, types = torch.tensor(sample.token_ids[None]).long(), torch.zeros(1, len(sample.token_ids)).int()
+        images = sample.prompt.images
+        inputs: dict[str, Any] = {}
+        for image in images:
+            ids[0, image.start : image.stop] = UNUSED_ID
+            types[0, image.start : image.stop] = 1
+        if images:
+            pixels = torch.from_numpy(self._processor.patches([image.file for image in images]))
+            grids = torch.tensor([image.grid for image in images])
+            inputs = dict(pixel_values=pixels.to(torch.get_default_dtype()), image_grid_thw=grids)
+        logits = model(ids, mm_token_type_ids=types, **inputs).logits
+        return logits[0, len(sample.prompt.token_ids) - 1 : -1] / self.temperature
+
+    def outcome(self, updates: list[list[Group]], frozen: str | None = None) -> Outcome:
+        """Run the updates. `frozen`: prefix of the names of frozen parameters."""
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(frozen is None or not name.startswith(frozen))
+        for groups in updates:
+            self.optimizer.zero_grad()
+            loss = self.loss(groups, 0.0, {})
+            loss.backward()
+            gradients = {
+                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for name, p in self.model.named_parameters()
+            }
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+        weights = dict(self.model.named_parameters())
+        return Outcome(float(loss.detach()), float(norm), canonical(gradients), canonical(weights))
+
+
+def canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a transformers model with canonical names and separate experts."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        name = name.replace("model.language_model.", "model.")
+        path, experts, projection = name.partition(".experts.")
+        for i, part in enumerate(tensor if experts else ()):
+            names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+            rows = zip(names, part.chunk(len(names)), strict=True)
+            found |= {f"{path}.experts.{i}.{kind}.weight": value for kind, value in rows}
+        found |= {} if experts else {name: tensor}
+    return found
+
+
+def compare(kind: tiny_vision.Kind, folder: Path, *overrides: str, frozen: str | None = None, **packing: Any) -> None:
+    """Train in Megatron and in transformers, and compare."""
+    groups = groups_of(folder)
+    config = config_of(
+        folder, "model.vision=true", "batch.prompts_per_step=4", "batch.prompts_per_update=4", *overrides
+    )
+    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, [groups, groups], **packing)
+    exact, plain = expected(lambda: VisionReference(folder).outcome([groups, groups], frozen))
+    reported = [rank.metrics for rank in ranks if rank.metrics]
+    loss = sum(metrics["policy/loss"].value for metrics in reported)
+    assert loss == close_to(exact.loss, plain.loss, LOSS_FLOOR)
+    assert reported[0]["policy/grad_norm"].value == close_to(exact.norm, plain.norm)
+    hf_config = add_vision(read_config(folder))
+    for what in ("gradients", "weights"):
+        actual = whole_tensors(hf_config, ranks, what)
+        assert actual.keys() == getattr(exact, what).keys()
+        assert_close(actual, getattr(exact, what), getattr(plain, what), what)
+
+
+CASES = {
+    "qwen2_5_vl": "{}",
+    "qwen3_vl": "{}",
+    "qwen3_vl_moe": "{}",
+    "qwen3_5": "{}",
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_training_matches_transformers(tmp_path, kind):
+    folder = tiny_vision.build(tmp_path / "model", kind)
+    compare(kind, folder)
