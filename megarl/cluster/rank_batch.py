@@ -191,9 +191,8 @@ class RankBatch:
         references. `samples` are the batch's samples if already fetched; None: fetch them."""
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
         wanted += [ids.scores for ids in self.privileged.values() if isinstance(ids, ScoreRef)]
-        if samples is None:
-            wanted += [part for item in self.samples for part in (item.sample, *item.prompt_images)]
-        fetched = _get(wanted)
+        unfetched = self.samples if samples is None else ()
+        fetched = _get([*(part for item in unfetched for part in (item.sample, *item.prompt_images)), *wanted])
         if samples is None:
             samples = [
                 with_images(fetched[item.sample], [fetched[ref] for ref in item.prompt_images]) for item in self.samples
