@@ -13,6 +13,7 @@ from megarl.core.completion import CandidateIds, DraftCounts, VersionRun
 from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.environments.protocol import StopReason
 from megarl.rewards.sample_file import load_samples, save_samples
@@ -57,7 +58,8 @@ def samples() -> list[Sample]:
             [math.nan, 1.0],
         )
     )
-    short = Sample("2.0", Prompt("q", "", [], columns={"c": 2}), [], [], [], (), "stop", "")
+    image = PromptImage(1, 2, (1, 2, 4), "0a" * 32)
+    short = Sample("2.0", Prompt("q", "", [7, 9, 9], columns={"c": 2}, images=(image,)), [], [], [], (), "stop", "")
     return [replace(whole, drafts=DraftCounts(4, 12, 7)), short]
 
 
