@@ -19,6 +19,7 @@ from megarl.data.image_parts import count_markers, place_images
 from megarl.data.images import ImageError, ImageProcessor
 from megarl.data.row import Content, Row
 from megarl.models.folder import read_config
+from megarl.models.multimodal import VISION
 from megarl.models.vision import add_vision, vision_of
 
 ROWS_AT_ONCE = 64
@@ -55,9 +56,21 @@ class ImageRows:
         data = config.data
         if data.image_column is None:
             return None
-        shape = vision_of(add_vision(read_config(folder)))
-        assert shape is not None, "the model has a tower"
+        hf_config = read_config(folder)
+        if VISION not in hf_config:
+            raise UserError(
+                f"data.image_column={data.image_column}: the model in {folder} has no vision tower. Fix: use a "
+                "vision-language model, or set data.image_column=null"
+            )
+        shape = vision_of(add_vision(hf_config))
+        assert shape is not None, "the config has a vision tower"
         processor = ImageProcessor.of(folder, data.min_pixels, data.max_pixels)
+        if (shape.patch, shape.temporal_patch, shape.merge) != processor.patch_sizes:
+            raise UserError(
+                f"model.path: {folder}: preprocessor_config.json has patches of {processor.patch_sizes} (size, frames, "
+                f"merged), but config.json of {(shape.patch, shape.temporal_patch, shape.merge)}. Fix: copy both files "
+                "from the original model"
+            )
         return cls(data.image_column, data.chat_template, processor, shape.image_token, ImageFiles())
 
     def load(self, rows: Iterator[Row]) -> Iterator[Row]:

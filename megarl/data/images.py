@@ -49,8 +49,8 @@ class ImageError(ValueError):
 
 def decode(file: bytes) -> Image:
     """Return the first frame of an encoded image as RGB, rotated according to its EXIF orientation, with transparent
-    areas in front of white, as vLLM decodes images. Raise ImageError if it is damaged, empty or too large, or its
-    format is not one of FORMATS."""
+    areas in front of white, as vLLM decodes images. Raise ImageError if it is damaged or too large, or its format is
+    not one of FORMATS."""
     from PIL import Image, ImageOps
 
     try:
@@ -72,10 +72,7 @@ def decode(file: bytes) -> Image:
 
 
 def _require_size(image: Image) -> None:
-    area = image.width * image.height
-    if area == 0:
-        raise ImageError(f"its size is {image.width} × {image.height} pixels")
-    if area > MAX_IMAGE_PIXELS:
+    if image.width * image.height > MAX_IMAGE_PIXELS:
         raise ImageError(f"it has {image.width} × {image.height} pixels, more than the maximum of {MAX_IMAGE_PIXELS}")
 
 
@@ -121,6 +118,12 @@ class ImageProcessor:
                 f"at most {largest} pixels. Fix: set data.min_pixels <= data.max_pixels"
             )
         return cls(processor)
+
+    @property
+    def patch_sizes(self) -> tuple[int, int, int]:
+        """Height and width of a patch in pixels, number of its frames, and number of patches in height and width that
+        are merged into one feature."""
+        return self.processor.patch_size, self.processor.temporal_patch_size, self.processor.merge_size
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """Return the numbers of patches in time, height and width of an image with this size in pixels. Raise
