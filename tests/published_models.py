@@ -452,6 +452,125 @@ CONFIGS: dict[str, dict[str, Any]] = {
 DeepSeek-V3 and GLM, and the quantization of DeepSeek-V3, Kimi K2 and gpt-oss, are omitted. GLM-4.5 and GLM-4.7 have the
 same weight shapes as GLM-4.6. The configs of Qwen3.5 are those of its text models (text_config)."""
 
+_QWEN3_TOWER = {
+    "deepstack_visual_indexes": [8, 16, 24],
+    "depth": 27,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "in_channels": 3,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN3_VL = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "tie_word_embeddings": False,
+}
+_QWEN3_VL_TEXT = {
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+    "rope_theta": 5000000,
+    "vocab_size": 151936,
+}
+_QWEN35_ROPE = _QWEN35["rope_parameters"] | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+
+VISION_CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-VL-7B": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "hidden_size": 3584,
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 28,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vision_config": {
+            "depth": 32,
+            "hidden_act": "silu",
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "in_chans": 3,
+            "out_hidden_size": 3584,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 2,
+            "temporal_patch_size": 2,
+        },
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vocab_size": 152064,
+    },
+    "Qwen3-VL-8B": _QWEN3_VL
+    | {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": _QWEN3_VL_TEXT
+        | {
+            "model_type": "qwen3_vl_text",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+        },
+        "vision_config": _QWEN3_TOWER | {"model_type": "qwen3_vl", "out_hidden_size": 4096},
+    },
+    "Qwen3-VL-30B-A3B": _QWEN3_VL
+    | {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "model_type": "qwen3_vl_moe",
+        "text_config": _QWEN3_VL_TEXT
+        | {
+            "model_type": "qwen3_vl_moe_text",
+            "decoder_sparse_step": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+        },
+        "vision_config": _QWEN3_TOWER | {"model_type": "qwen3_vl_moe", "out_hidden_size": 2048},
+    },
+    "Qwen3.5-35B-A3B": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "image_token_id": 248056,
+        "video_token_id": 248057,
+        "vision_start_token_id": 248053,
+        "vision_end_token_id": 248054,
+        "tie_word_embeddings": False,
+        "text_config": CONFIGS["Qwen3.5-35B-A3B"] | {"rope_parameters": _QWEN35_ROPE},
+        "vision_config": _QWEN3_TOWER
+        | {"deepstack_visual_indexes": [], "model_type": "qwen3_5_moe", "out_hidden_size": 2048},
+    },
+}
+"""The same for vision-language models, as in their folders: one level for Qwen2.5-VL, and nested for all others."""
+
 Z_IMAGE = dict(
     _class_name="ZImageTransformer2DModel",
     _diffusers_version="0.36.0.dev0",
@@ -542,3 +661,11 @@ PARAMETERS: dict[str, int] = {
     "gpt-oss-120b": 116_829_156_672,
 }
 """Parameter counts. Tied weights count once."""
+
+VISION_PARAMETERS: dict[str, int] = {
+    "Qwen2.5-VL-7B": 8_292_166_656,
+    "Qwen3-VL-8B": 8_767_123_696,
+    "Qwen3-VL-30B-A3B": 31_070_754_032,
+    "Qwen3.5-35B-A3B": 35_107_181_936,
+}
+"""Parameter counts including the vision tower, without MTP layers."""

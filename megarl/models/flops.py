@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.models.denoiser import TIME_CHANNELS, DenoiserShape, StableDiffusion3Shape, ZImageShape
 from megarl.models.huggingface import WindowedAttention
 from megarl.models.shape import ModelShape
+from megarl.models.vision import VisionShape
 
 NEWTON_SCHULZ_STEPS = 5
 """Number of iterations in which Muon orthogonalizes a matrix."""
@@ -135,6 +136,25 @@ def output_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: floa
     caption's tokens."""
     tokens = image_tokens + (caption_tokens if isinstance(shape, ZImageShape) else 0)
     return 2 * shape.hidden * shape.patch_dim * tokens
+
+
+def vision_flops(vision: VisionShape, num_features: float, image_features: float) -> float:
+    """Return the number of operations for one forward pass through a vision tower.
+
+    Args:
+        num_features: number of features that it computes.
+        image_features: number of features in an image. Patches attend to all patches in their image, or in their
+            window.
+    """
+    patches, image_patches = num_features * vision.merge**2, image_features * vision.merge**2
+    mlp = (3 if vision.is_gated else 2) * vision.hidden * vision.intermediate
+    weights = vision.depth * (4 * vision.hidden**2 + mlp) + vision.hidden * vision.patch_dim
+    keys = vision.depth * image_patches
+    if vision.window is not None:
+        full = len(vision.full_layers)
+        keys = full * image_patches + (vision.depth - full) * min(image_patches, vision.window**2)
+    mergers = (1 + len(vision.deepstack)) * vision.merged * (vision.merged + vision.out_hidden)
+    return 2 * patches * (weights + 2 * vision.hidden * keys) + 2 * num_features * mergers
 
 
 def expert_flops(shape: ModelShape, num_tokens: float) -> float:

@@ -6,9 +6,19 @@ Phases run one after another, so their peaks are never added: a layout fits if i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megarl.cluster.memory.parameters import ModelParameters, Models, draft_parts
-from megarl.cluster.memory.rank import RankMemory, forward_bytes, item_bytes, saved_bytes, stage_memory
+from megarl.cluster.memory.rank import (
+    FLOAT32,
+    RankMemory,
+    Recompute,
+    forward_bytes,
+    item_bytes,
+    layers_in_flight,
+    saved_bytes,
+    stage_memory,
+)
 from megarl.cluster.memory.reserves import (
     FRAGMENT_BYTES,
     FRAGMENTS,
@@ -32,8 +42,9 @@ from megarl.config.model_schema import Layout, Role, Teachers, Trained
 from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape
 from megarl.models.shape import ModelShape
+from megarl.models.vision import VisionShape
 from megarl.planner.hardware import GIB, Cluster
-from megarl.planner.workload import Workload
+from megarl.planner.workload import Packed, Workload
 
 SPARE_PROCESS_BYTES = 0.29e9
 """Host memory of a spare process, which holds no GPU memory. Measured as the mean PSS of four processes on a machine
@@ -92,8 +103,32 @@ def _stages(
     for stage in range(layout.pp):
         held = model.of_stage(layout, stage)
         memory = stage_memory(model.shape, layout, stage, held, num_bytes, tokens, rows, count, settings.recompute)
-        stages.append((memory, forward_bytes(model.shape, layout, held, num_bytes, tokens, rows)))
+        passing = forward_bytes(model.shape, layout, held, num_bytes, tokens, rows)
+        if model.shape.vision is not None and stage == 0:
+            kept, computed = vision_bytes(model.shape.vision, layout, packed, num_bytes, settings.recompute)
+            memory, passing = replace(memory, activations=memory.activations + kept), passing + computed
+        stages.append((memory, passing))
     return stages
+
+
+def vision_bytes(
+    vision: VisionShape, layout: Layout, packed: Packed, num_bytes: int, recompute: Recompute
+) -> tuple[int, int]:
+    """Return the bytes that a vision tower keeps for the backward passes of all microbatches in flight, and the bytes
+    that a forward-only pass needs.
+
+    With hidden size h, f rows in an MLP and b bytes per element, a layer keeps per patch: 4h · b + 2 · 4 for the norms'
+    and the projections' inputs; 6h · b in attention: queries and keys before and after rotation, values and output; and
+    2f · b in the MLP, or 4f · b if it has a gate. With full recomputation, it keeps its input."""
+    patches = packed.features * vision.merge**2
+    rows = (4 if vision.is_gated else 2) * vision.intermediate
+    layer = (10 * vision.hidden + rows) * num_bytes + 2 * FLOAT32
+    kept = vision.hidden * num_bytes if recompute == "full" else layer
+    in_flight = layers_in_flight(layout, 0, vision.depth, packed.microbatches)
+    mergers = packed.features * (1 + len(vision.deepstack)) * (3 * vision.merged + vision.out_hidden) * num_bytes
+    passing = patches * layer + mergers
+    recomputed = patches * (layer - kept)
+    return round(patches * kept * in_flight + recomputed + mergers), round(passing)
 
 
 def _states(settings: Trained, memory: RankMemory) -> dict[str, float]:

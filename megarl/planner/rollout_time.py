@@ -11,7 +11,7 @@ from megarl.cluster.memory.parameters import ModelParameters
 from megarl.cluster.memory.rank import FLOAT32, item_bytes
 from megarl.cluster.memory.reserves import max_sequences
 from megarl.config.schema import Config
-from megarl.models.flops import forward_flops, mean_context, pairs_outside_window
+from megarl.models.flops import forward_flops, mean_context, pairs_outside_window, vision_flops
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import DENSE_SHARE, GIB, MEMORY_SHARE, Cluster
 from megarl.planner.workload import TextWorkload
@@ -129,7 +129,11 @@ def rollout_time(
     pairs = prompts * workload.prompt_tokens / 2
     pairs -= workload.prompts * pairs_outside_window(windows, workload.prompt_tokens)
     engines = config.rollout.replicas * config.rollout.tp
-    prefill = forward_flops(model.shape, prompts, 0, pairs) / (engines * step.flops_per_second)
+    prefill_flops = forward_flops(model.shape, prompts, 0, pairs)
+    if model.shape.vision is not None:  # the ranks of an engine share the images
+        features = workload.prompts * workload.image_features
+        prefill_flops += vision_flops(model.shape.vision, features, workload.image_features)
+    prefill = prefill_flops / (engines * step.flops_per_second)
     parts["prompts"] = prefill
     always_full = sum(step.parts(batch, workload.prompt_tokens + mean / 2).values()) * samples * mean / batch + prefill
     guaranteed = int(cache / engine_kv_bytes(config, model, draft, config.rollout.context_length))

@@ -16,6 +16,7 @@ from megarl.models.flops import (
     main_layer_flops,
     mlp_weights,
     output_flops,
+    vision_flops,
 )
 from megarl.planner.hardware import (
     DENSE_SHARE,
@@ -161,6 +162,10 @@ class _Stage:
         self.mlp = max(dense_mlp, 0.0) / (speed * DENSE_SHARE) + in_experts
         products = dense / (speed * DENSE_SHARE) + in_experts
         self.volume, seconds = _layers(layout, model, held, tokens / layout.cp, cluster, num_bytes)
+        if shape.vision is not None and is_first:
+            # Each rank of the stage computes all features in its microbatch.
+            operations = vision_flops(shape.vision, packed.features, packed.image_features)
+            seconds = {"vision tower": operations / (cluster.gpu.tflops * 1e12 * DENSE_SHARE), **seconds}
         self.forward = {"matrix products": products} | {name: time for name, time in seconds.items() if time}
 
 

@@ -16,6 +16,10 @@ from megarl.step.needed_passes import passes
 USUAL_PROMPT = 512
 """Default mean number of tokens per prompt. A lower value is used if the context is shorter."""
 
+USUAL_IMAGE = 768 * 768
+"""Default area of an image in pixels; each prompt with images is assumed to have one. A lower value is used if
+data.max_pixels is."""
+
 USUAL_CAPTION = 64
 """Default mean number of tokens per caption, with the text encoder's chat template."""
 
@@ -76,8 +80,18 @@ def workload_of(
     """Return the work in one step of a recipe. See `TextWorkload.of` and `ImageWorkload.of`."""
     if isinstance(shape, DenoiserShape):
         return ImageWorkload.of(config, shape, prompt_tokens)
-    workload = TextWorkload.of(config, prompt_tokens, response_tokens)
+    features = image_features(config, shape)
+    workload = TextWorkload.of(config, prompt_tokens, response_tokens, features)
     return replace(workload, is_recurrent=shape.linear is not None, windows=shape.windows)
+
+
+def image_features(config: Config, shape: ModelShape) -> float:
+    """Return the mean number of image features per prompt; 0 without images."""
+    vision = shape.vision
+    if vision is None or config.data.image_column is None:
+        return 0.0
+    pixels = min(USUAL_IMAGE, USUAL_IMAGE if config.data.max_pixels is None else config.data.max_pixels)
+    return max(1.0, pixels / (vision.patch * vision.merge) ** 2)
 
 
 def _counts(config: Config) -> dict[str, Any]:
@@ -107,6 +121,7 @@ class TextWorkload(Workload):
         sharing: number of trained samples per prompt. A microbatch processes their common prompt only once.
         is_recurrent: whether the model has recurrent states, so that each sample needs a copy of its prompt.
         windows: the model's layers with a sliding window.
+        image_features: mean number of image features per prompt, each of which is a token of the prompt.
     """
 
     context: int
@@ -115,23 +130,31 @@ class TextWorkload(Workload):
     sharing: int
     is_recurrent: bool = False
     windows: WindowedAttention | None = None
+    image_features: float = 0.0
 
     @classmethod
     def of(
-        cls, config: Config, prompt_tokens: float | None = None, response_tokens: float | None = None
+        cls,
+        config: Config,
+        prompt_tokens: float | None = None,
+        response_tokens: float | None = None,
+        image_features: float = 0.0,
     ) -> TextWorkload:
         """Return the work in one step of a recipe, excluding additional rounds of dynamic sampling.
 
         Args:
-            prompt_tokens: mean number of tokens per prompt. Default: USUAL_PROMPT.
+            prompt_tokens: mean number of tokens per prompt, including images. Default: USUAL_PROMPT and the images.
             response_tokens: mean number of tokens per response. Default: the fraction USUAL_SHARE of the maximum.
+            image_features: as in the class.
         """
         context = config.rollout.context_length
         longest = min(config.rollout.max_new_tokens, context - 1)
+        prompt = min(USUAL_PROMPT + image_features, context - longest) if prompt_tokens is None else prompt_tokens
         return cls(
             **_counts(config),
             context=context,
-            prompt_tokens=min(USUAL_PROMPT, context - longest) if prompt_tokens is None else prompt_tokens,
+            prompt_tokens=prompt,
+            image_features=min(image_features, prompt),
             response_tokens=USUAL_SHARE * longest if response_tokens is None else min(response_tokens, longest),
             longest_response=longest,
             sharing=config.trained_per_prompt,
@@ -171,12 +194,15 @@ class TextWorkload(Workload):
             tokens=replica_samples * tokens / count,
             scored_share=response / tokens,
             pairs_per_token=pairs / tokens,
+            features=replica_samples / per_prompt * self.image_features / count,
+            image_features=self.image_features,
         )
 
     def describe(self) -> str:
+        image = f" ({self.image_features:,.0f} for the assumed image)" if self.image_features else ""
         text = (
-            f"{self.trained:,} samples with {self.prompt_tokens:,.0f} + {self.response_tokens:,.0f} tokens on average, "
-            f"{self.trained_tokens / 1e6:,.2f} million in total, {self._in_updates}"
+            f"{self.trained:,} samples with {self.prompt_tokens:,.0f} + {self.response_tokens:,.0f} tokens on "
+            f"average{image}, {self.trained_tokens / 1e6:,.2f} million in total, {self._in_updates}"
         )
         return text if self.is_offline else f"{text}; the longest response has {self.longest_response:,.0f} tokens"
 
@@ -286,6 +312,8 @@ class Packed:
         scored_share: fraction of tokens that belong to responses.
         pairs_per_token: mean number of tokens to which a token attends.
         documents: the documents of one denoising step, which share a microbatch; empty for language models.
+        features: number of image features in a microbatch.
+        image_features: number of features in an image.
     """
 
     microbatches: int
@@ -293,3 +321,5 @@ class Packed:
     scored_share: float
     pairs_per_token: float
     documents: tuple[Document, ...] = ()
+    features: float = 0.0
+    image_features: float = 0.0

@@ -115,7 +115,7 @@ def axes_of_channels(sections: tuple[int, int, int], is_interleaved: bool) -> to
         for axis in (1, 2):
             axes[axis : 3 * sections[axis] : 3] = axis
     else:
-        axes = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+        axes = torch.tensor([axis for axis, count in enumerate(sections) for _ in range(count)])
     return axes.repeat(2)
 
 

@@ -8,17 +8,19 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megarl.config.load import load
 from megarl.config.rules.layout import check_layout
 from megarl.models.families import FAMILIES, TRANSFORMERS_TYPES
+from megarl.models.multimodal import WHOLE_ONLY, text_config
 from megarl.models.rules import check_model
 from megarl.models.shape import ModelShape
+from megarl.models.vision import add_vision
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers, megatron_holders, stage_sizes
 from tests.paths import BASE
-from tests.published_models import CONFIGS, PARAMETERS
+from tests.published_models import CONFIGS, PARAMETERS, VISION_CONFIGS, VISION_PARAMETERS
 from tests.unit.resharding.cases import config_of, layout_of
 
 CONFIG = load(BASE, ["model.path=m", "data.source=arithmetic"])
@@ -40,7 +42,20 @@ def test_checkpoint_has_the_published_parameter_count(model):
     assert ("lm_head.weight" in shapes) != CONFIGS[model]["tie_word_embeddings"]
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model", VISION_PARAMETERS)
+def test_vision_language_checkpoint_matches_transformers(model):
+    """Names, shapes, and the published parameter count."""
+    shapes = huggingface_holder(add_vision(text_config(VISION_CONFIGS[model]))).shapes
+    assert sum(map(math.prod, shapes.values())) == VISION_PARAMETERS[model]
+    with torch.device("meta"):
+        theirs = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**VISION_CONFIGS[model])).state_dict()
+    assert sum(tensor.numel() for tensor in theirs.values()) == VISION_PARAMETERS[model]
+    named = {name.replace("model.language_model.", "model."): tuple(t.shape) for name, t in theirs.items()}
+    separate = {name: shape for name, shape in named.items() if ".experts." not in name}
+    assert separate == {name: shape for name, shape in shapes.items() if ".experts." not in name}
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in WHOLE_ONLY])
 def test_checkpoint_size_matches_transformers(model_type):
     """Uses the default sizes in transformers, up to DeepSeek-V3 with 671 billion parameters."""
     config = AutoConfig.for_model(TRANSFORMERS_TYPES.get(model_type, model_type), sliding_window=None)

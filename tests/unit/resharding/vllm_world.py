@@ -65,6 +65,7 @@ def worker(
     """
     (folder / "config.json").write_text(json.dumps(config))
     options: dict[str, Any] = dict(skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True)
+    options["mm_encoder_tp_mode"] = "data"  # as engines run
     model = ModelConfig(str(folder), **options)
     built = ModelConfig(str(folder), hf_overrides=SpeculativeConfig.hf_config_override, **options) if drafts else model
     # Set the sizes after construction, because the constructor checks them against this machine's devices.
