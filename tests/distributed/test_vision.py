@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,17 +19,20 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from megarl.config.schema import Config
 from megarl.core.completion import VersionRun
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.data.images import ImageProcessor
+from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.models.vision import add_vision
 from tests import tiny_vision
-from tests.closeness import LOSS_FLOOR, assert_close, close_to, expected
+from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
+from tests.marks import exhaustive_but
 from tests.parity import (
     EPS,
     LR,
@@ -36,6 +40,8 @@ from tests.parity import (
     Group,
     Outcome,
     config_of,
+    local_batch,
+    rank_batches,
     train,
     whole_tensors,
 )
@@ -139,14 +145,43 @@ def canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def compare(kind: tiny_vision.Kind, folder: Path, *overrides: str, frozen: str | None = None, **packing: Any) -> None:
-    """Train in Megatron and in transformers, and compare."""
-    groups = groups_of(folder)
-    config = config_of(
-        folder, "model.vision=true", "batch.prompts_per_step=4", "batch.prompts_per_update=4", *overrides
+class Case(NamedTuple):
+    """A model, its samples and the reference's result."""
+
+    folder: Path
+    groups: list[Group]
+    reference: Expected[Outcome]
+
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory) -> Callable[..., Case]:
+    """Return a function that returns a Case, given the family and the prefix of frozen parameters. It computes each
+    reference once."""
+
+    @cache
+    def made(kind: tiny_vision.Kind, frozen: str | None = None) -> Case:
+        folder = tiny_vision.build(tmp_path_factory.mktemp(kind) / "model", kind)
+        groups = groups_of(folder)
+        return Case(folder, groups, expected(lambda: VisionReference(folder).outcome([groups, groups], frozen)))
+
+    return made
+
+
+def config_with_vision(folder: Path, *overrides: str) -> Config:
+    return config_of(
+        folder,
+        "model.vision=true",
+        "batch={prompts_per_step: 4, prompts_per_update: 4}",
+        "actor.tokens_per_microbatch=72",
+        *overrides,
     )
-    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, [groups, groups], **packing)
-    exact, plain = expected(lambda: VisionReference(folder).outcome([groups, groups], frozen))
+
+
+def assert_trains_like(case: Case, *overrides: str) -> None:
+    """Run two updates in Megatron, and compare the second with the reference's."""
+    folder, groups, (exact, plain) = case
+    config = config_with_vision(folder, *overrides)
+    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, [groups, groups])
     reported = [rank.metrics for rank in ranks if rank.metrics]
     loss = sum(metrics["policy/loss"].value for metrics in reported)
     assert loss == close_to(exact.loss, plain.loss, LOSS_FLOOR)
@@ -158,15 +193,84 @@ def compare(kind: tiny_vision.Kind, folder: Path, *overrides: str, frozen: str |
         assert_close(actual, getattr(exact, what), getattr(plain, what), what)
 
 
+SP = "tp: 2, sequence_parallel: true"
 CASES = {
-    "qwen2_5_vl": "{}",
-    "qwen3_vl": "{}",
-    "qwen3_vl_moe": "{}",
-    "qwen3_5": "{}",
+    "qwen2_5_vl": "",
+    "qwen3_vl": "",
+    "qwen3_vl_moe": "",
+    "qwen3_5": "",
+    "qwen2_5_vl: TP2": "tp: 2",
+    "qwen2_5_vl: TP2, SP": SP,
+    "qwen2_5_vl: PP2": "pp: 2",
+    "qwen2_5_vl: PP2, VPP2": "pp: 2, vpp: 2",
+    "qwen2_5_vl: CP2": "cp: 2",
+    "qwen2_5_vl: DP2": "dp: 2",
+    "qwen3_vl: TP2": "tp: 2",
+    "qwen3_vl: TP2, SP": SP,
+    "qwen3_vl: PP2": "pp: 2",
+    "qwen3_vl: CP2": "cp: 2",
+    "qwen3_vl: DP2": "dp: 2",
+    "qwen3_vl: CP2, TP2, SP": f"cp: 2, {SP}",
+    "qwen3_vl: PP2, DP2": "pp: 2, dp: 2",
+    "qwen3_vl_moe: EP2": "dp: 2, ep: 2",
+    "qwen3_vl_moe: EP2, TP2, SP, ETP1": f"{SP}, ep: 2, etp: 1",
+    "qwen3_vl_moe: EP2, PP2": "pp: 2, dp: 2, ep: 2",
+    "qwen3_5: TP2, SP": SP,
+    "qwen3_5: PP2": "pp: 2",
+    "qwen3_5: PP2, VPP2": "pp: 2, vpp: 2",
+    "qwen3_5: CP2": "cp: 2",
+    "qwen3_5: DP2": "dp: 2",
+}
+"""Family and name of a layout -> layout. Deepstack layers must be in the first chunk, which excludes VPP2 with four
+layers. Gradient reduction overlaps, so that ranks and microbatches without images must not omit the tower's
+gradients."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    exhaustive_but(
+        CASES,
+        *("qwen2_5_vl: PP2, VPP2", "qwen2_5_vl: DP2", "qwen3_vl: TP2, SP", "qwen3_vl: PP2"),
+        *("qwen3_vl_moe: EP2", "qwen3_5: CP2"),
+    ),
+)
+def test_training_matches_transformers(case_of, name):
+    assert_trains_like(case_of(name.partition(":")[0]), f"actor.layout={{{CASES[name]}}}")
+
+
+OPTIONS = {
+    "qwen2_5_vl: late reduction": ("actor.layout={dp: 2}", "actor.overlap_communication=false"),
+    "qwen3_vl: recomputed": ("actor.layout={pp: 2}", "actor.recompute=full"),
+    "qwen3_vl: recomputed in sequence": (f"actor.layout={{{SP}}}", "actor.recompute=full"),
+    "qwen2_5_vl: recomputed": ("actor.recompute=full",),
+    "qwen3_vl_moe: recomputed partly": ("actor.recompute=selective",),
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_training_matches_transformers(tmp_path, kind):
-    folder = tiny_vision.build(tmp_path / "model", kind)
-    compare(kind, folder)
+@pytest.mark.parametrize("name", exhaustive_but(OPTIONS, "qwen3_vl: recomputed in sequence"))
+def test_options_do_not_change_training(case_of, name):
+    assert_trains_like(case_of(name.partition(":")[0]), *OPTIONS[name])
+
+
+def test_frozen_tower_keeps_its_weights(case_of):
+    case = case_of("qwen3_vl", "model.visual.")
+    assert_trains_like(case, "actor.frozen=[model.visual.*]", "actor.layout={dp: 2}", "actor.recompute=full")
+
+
+def log_probs(store, rank: int, config: Config, folder: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    batch = local_batch(rank_batches(config, worker.packing, groups)[worker.data_parallel_rank])
+    return {name: values[:, 0] for name, values in worker._forward(batch).items()}
+
+
+def test_log_probs_match_transformers(case_of):
+    folder, groups, _ = case_of("qwen3_vl")
+    config = config_with_vision(folder, "actor.layout={cp: 2}")
+    [actual, _] = run_ranks(2, log_probs, config, folder, groups)
+
+    @torch.no_grad()
+    def reference() -> dict[str, torch.Tensor]:
+        plain = VisionReference(folder)
+        return {sample.id: plain.log_probs(plain.model, sample) for group in groups for sample, _ in group}
+
+    assert_close(actual, *expected(reference), "log-probs")
