@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from tests.e2e.run import MEGARL
@@ -65,7 +66,8 @@ def train(recipe: Path, *overrides: str) -> Path:
         [*MEGARL, "train", str(recipe), *overrides], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return recipe.parent / "runs" / "tiny"
+    name = next((key.removeprefix("run.name=") for key in overrides if key.startswith("run.name=")), "tiny")
+    return recipe.parent / "runs" / name
 
 
 def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
@@ -82,3 +84,22 @@ def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
     )
     unchanged = [name for name, value in before.items() if torch.equal(value, after[name])]
     assert not unchanged
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("keys", [[], ["actor.layout={pp: 2}", "rollout.tp=2"]], ids=["one process", "pp2, engine tp2"])
+def test_resumed_run_with_images_is_bitwise_equal(tmp_path: Path, keys: list[str]) -> None:
+    """Checkpoints contain the tower and its optimizer states. An evaluation set has images of its own."""
+    held = f"{{name: held, source: {tmp_path}/data.jsonl, image_column: images, samples_per_prompt: 2, temperature: 1}}"
+    recipe = write_recipe(tmp_path)
+    overrides = [*keys, "checkpoint.every_steps=1", f"evaluation.sets=[{held}]"]
+    whole = train(recipe, *overrides, "run.name=whole")
+    train(recipe, *overrides, "run.steps=1")
+    parts = train(recipe, *overrides, "resume=auto")
+    learned = {name for name in metrics_of(whole)[-1] if name.partition("/")[0] in ("reward", "policy", "evaluation")}
+    assert any(name.startswith("evaluation/held/") for name in learned)
+    first, second = metrics_of(whole)[-1], metrics_of(parts)[-1]
+    assert {name: first[name] for name in learned} == {name: second[name] for name in learned}
+    exported = [load_file(run / "model" / "model.safetensors") for run in (whole, parts)]
+    assert exported[0].keys() == exported[1].keys()
+    assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())

@@ -23,8 +23,8 @@ from megarl.data.weighted_cursor import WeightedCursor
 from megarl.rollout.router import Aborted
 from megarl.run.context import RunContext
 from megarl.step.finished import FinishedRollouts
-from megarl.step.queue import RolloutQueue, describe
-from megarl.step.state import RunState
+from megarl.step.queue import WAITING, RolloutQueue, describe
+from megarl.step.state import PendingPrompt, RunState
 from tests.paths import BASE
 
 STEPS, PER_STEP, SAMPLES = 12, 3, 2
@@ -179,6 +179,18 @@ def test_trained_samples_refer_to_their_prompts_images(monkeypatch):
         assert sample.prompt_images == (f"ref of file {int(sample.prompt_id) // 2}",)
     assert images.num_objects == 4  # the images 0 and 1 of prompts 0 to 2, and 1 and 2 of prompts 3 to 5
     assert all(image.file is None for prompt in images.data.prompts for image in prompt.images)
+
+
+def test_restored_samples_refer_to_their_prompts_images(monkeypatch, tmp_path):
+    images, saves = Images(monkeypatch), Saves(tmp_path)
+    samples = [SampleRef(f"1.0.{k}", "7", 1, 1, 1, "stop", 0, 0, rollout_id=f"1.0.{k}") for k in range(SAMPLES)]
+    saves.files, saves.groups = (FileRecord(WAITING, 1, ""),), [(7, 0, samples)]
+    state = fresh()
+    state.again.append(PendingPrompt(7, 0, 0))
+    queue = queue_of(config_of(0), Rollouts(random.Random(0)), state, saves, images.data)
+    queue.restore(saves)
+    [taken] = queue.take(1, 1, lambda: None)
+    assert taken == [replace(sample, prompt_images=("ref of file 3",)) for sample in samples]
 
 
 DROPS = "rollout.on_stale=drop"
