@@ -36,7 +36,7 @@ class PromptImage:
 
 
 def collapsed(token_ids: NDArray[np.int32], images: Sequence[PromptImage]) -> list[int]:
-    """Return the token ids with one placeholder per image, as engines receive them."""
+    """Return the token ids with one placeholder per image, as tokenizers return them."""
     is_kept = np.ones(len(token_ids), np.bool_)
     for image in images:
         is_kept[image.start + 1 : image.stop] = False

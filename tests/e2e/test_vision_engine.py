@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
@@ -196,5 +197,5 @@ def test_engine_with_images_equals_transformers(kind, tmp_path, remotes):  # noq
         else:
             weights.assert_recomputed(through, models)
 
-    with pytest.raises(ValueError, match=r"has 16 patches in the engine, but the prompt has placeholders for 4"):
+    with pytest.raises(UserError, match=r"has 16 patches in the engine, but the prompt has placeholders for 4"):
         engine.call("sample_resized", asked[0])

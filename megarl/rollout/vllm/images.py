@@ -20,6 +20,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
+from megarl.core.errors import UserError
 from megarl.core.prompt_images import PromptImage
 from megarl.data.images import ImageProcessor
 
@@ -72,9 +73,10 @@ class ImageInputs:
         if item is None:
             patches = self._processor.patches([image.file])
             if len(patches) != math.prod(image.grid):
-                raise ValueError(
-                    f"image {image.digest} has {len(patches)} patches in the engine, but the prompt has placeholders "
-                    f"for {math.prod(image.grid)}"
+                raise UserError(
+                    f"model.vision=true: image {image.digest} has {len(patches)} patches in the engine, but the prompt "
+                    f"has placeholders for {math.prod(image.grid)}. Fix: use the same model folder and version of "
+                    "transformers on all nodes"
                 )
             item = self._items[image.digest] = kwargs_item(torch.from_numpy(patches), image.grid)
         return item
