@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -13,6 +13,8 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import SampleRef
 from megarl.rollout.diffusers.request import ImageRequest
 from megarl.rollout.engine import SamplingRequest
+
+R = TypeVar("R", bound=SamplingRequest | ImageRequest)
 
 
 def put_images(prompts: Sequence[Prompt], read: Callable[[str], bytes]) -> list[Prompt]:
@@ -23,9 +25,7 @@ def put_images(prompts: Sequence[Prompt], read: Callable[[str], bytes]) -> list[
     return [prompt.with_files([files[image.digest] for image in prompt.images]) for prompt in prompts]
 
 
-async def get_images(
-    requests: Sequence[SamplingRequest] | Sequence[ImageRequest],
-) -> Sequence[SamplingRequest] | Sequence[ImageRequest]:
+async def get_images(requests: Sequence[R]) -> Sequence[R]:
     """Return the requests with the encoded images in place of the references."""
     refs = list(dict.fromkeys(image.file for request in requests for image in request.prompt.images))
     if not refs:

@@ -120,7 +120,7 @@ class NoDummyInputs(BaseDummyInputsBuilder[ImageInfo]):
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         raise NotImplementedError
 
-    def get_dummy_mm_data(self, *args: Any) -> Any:
+    def get_dummy_mm_data(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
@@ -143,10 +143,10 @@ class ReadyImages(BaseMultiModalProcessor[ImageInfo]):
             {IMAGE: [PlaceholderRange(0, num_tokens)]},
         )
 
-    def _get_mm_fields_config(self, *args: Any) -> Any:
+    def _get_mm_fields_config(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def _get_prompt_updates(self, *args: Any) -> Any:
+    def _get_prompt_updates(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
