@@ -25,6 +25,9 @@ TEXT_BYTES = 6
 RGB_BYTES, PIXEL_BYTES = 3, 4
 """Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
 
+ENCODED_BYTES = 2**20
+"""Assumed upper bound on the mean size of a prompt's encoded images, with model.vision."""
+
 EMBEDDING_BYTES = 2 * 4 * max(512 * 2560, 333 * 4096)
 """Size of the embeddings of a caption of maximum length and of the empty caption, with the text encoders of Z-Image or
 of Stable Diffusion 3."""
@@ -35,8 +38,8 @@ OBJECT_BYTES = 2048
 
 def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequence[int] = ()) -> int:
     """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples in a step
-    at maximum length, with per-token scores and the teachers' states. Space that shorter samples leave unused takes no
-    memory. Ray spills to disk if the store is full.
+    at maximum length, with per-token scores, the teachers' states and encoded images. Space that shorter samples leave
+    unused takes no memory. Ray spills to disk if the store is full.
 
     Args:
         experts: the actor's experts, if any; samples may carry the routes to them.
@@ -47,8 +50,18 @@ def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequ
     # Sets whose size is not configured count as empty.
     evaluated = [(settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets]
     at_once = max(num_samples(config), num_ahead(config) + max(evaluated, default=0))
-    num_bytes = at_once * sample_bytes(config, experts) + states_bytes(config, hidden_sizes)
+    num_bytes = at_once * sample_bytes(config, experts) + states_bytes(config, hidden_sizes) + image_bytes(config)
     return FLOOR_MIB + math.ceil(num_bytes / 2**20)
+
+
+def image_bytes(config: Config) -> int:
+    """Return the size in bytes of the encoded images of all prompts whose samples exist at the same time."""
+    if not config.model.vision:
+        return 0
+    batch, num_steps = config.batch, 1 + num_retained_steps(config)
+    evaluated = max((settings.size or 0 for settings in config.evaluation.sets), default=0)
+    num_prompts = num_steps * batch.sampling_rounds * batch.prompts_per_step + config.prompts_ahead + evaluated
+    return num_prompts * ENCODED_BYTES
 
 
 def states_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:

@@ -191,8 +191,12 @@ class RankBatch:
         references. `samples` are the batch's samples if already fetched; None: fetch them."""
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
         wanted += [ids.scores for ids in self.privileged.values() if isinstance(ids, ScoreRef)]
-        fetched = _get([*(item.sample for item in self.samples if samples is None), *wanted])
-        samples = [fetched[item.sample] for item in self.samples] if samples is None else samples
+        unfetched = self.samples if samples is None else ()
+        fetched = _get([*(part for item in unfetched for part in (item.sample, *item.prompt_images)), *wanted])
+        if samples is None:
+            samples = [
+                with_images(fetched[item.sample], [fetched[ref] for ref in item.prompt_images]) for item in self.samples
+            ]
         if self.privileged:
             ids = {
                 name: fetched[part.scores][part.begin : part.end].numpy() if isinstance(part, ScoreRef) else part
@@ -244,8 +248,13 @@ class FetchedBatches:
 
 
 def with_prompt(sample: Sample, token_ids: NDArray[np.int32]) -> Sample:
-    """Return the sample with the token ids of its prompt replaced, int32 [P], and its routes removed."""
-    return replace(sample, prompt=replace(sample.prompt, token_ids=token_ids), routes=None)
+    """Return the sample with the token ids of its prompt replaced, int32 [P], and its images and routes removed."""
+    return replace(sample, prompt=replace(sample.prompt, token_ids=token_ids, images=()), routes=None)
+
+
+def with_images(sample: Sample, files: Sequence[bytes]) -> Sample:
+    """Return the sample with the encoded images of its prompt. Without `files`, return the sample itself."""
+    return replace(sample, prompt=sample.prompt.with_files(files)) if files else sample
 
 
 def _get(refs: Iterable[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:

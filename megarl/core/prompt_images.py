@@ -21,7 +21,7 @@ class PromptImage:
         grid: numbers of patches in time (1), height and width.
         digest: SHA-256 of the encoded image.
         file: the encoded image, such as a PNG file: bytes in an engine or a rank; a reference to bytes in Ray's object
-            store on the driver and in samples; None before a step draws the prompt.
+            store in a request on the driver; None in data and in stored samples (SampleRef has the references).
     """
 
     start: int
@@ -36,7 +36,7 @@ class PromptImage:
 
 
 def collapsed(token_ids: NDArray[np.int32], images: Sequence[PromptImage]) -> list[int]:
-    """Return the token ids with one placeholder per image, as engines receive them."""
+    """Return the token ids with one placeholder per image, as tokenizers return them."""
     is_kept = np.ones(len(token_ids), np.bool_)
     for image in images:
         is_kept[image.start + 1 : image.stop] = False

@@ -3,25 +3,32 @@ the same weights, so any log-prob difference is a mismatch between engine and tr
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, cycle
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
+from megarl.cluster.image_files import attach_images, put_images
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import SampleRef
 from megarl.core.token_batch import Scoring
+from megarl.data.images import ImageProcessor
 from megarl.data.prompts import PromptSet
 from megarl.models.families import completed
 from megarl.models.folder import read_config
 from megarl.models.huggingface import experts
 from megarl.models.tokenizer import load_tokenizer
+from megarl.models.vision import add_vision, vision_of
 from megarl.resharding.verification import regions
 from megarl.rollout.engine import EngineInfo, SamplingRequest
 from megarl.step.causes import Evidence
@@ -36,6 +43,9 @@ KINDS = (GREEDY, SAMPLED)
 
 TEXTS = ("The capital of France is", "12 + 30 =", "def add(a, b):", "A triangle has three sides, and a square")
 """Prompts for runs without a prompt data set, in which an environment provides the tasks."""
+
+IMAGE_TEXT, IMAGE_SIZES = "Describe the image:", ((96, 64), (50, 120))
+"""Text before a synthetic image, and the images' widths and heights in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,8 @@ class Canaries:
     @classmethod
     def of(cls, config: Config, workers: Workers, data: PromptSet) -> Canaries:
         """Return canaries from the first prompts in the data or, if any of them has no tokens, from TEXTS. Prompts from
-        TEXTS are cut to fit the context, and prompts without tokens are left out."""
+        TEXTS are cut to fit the context, and prompts without tokens are left out. With model.vision, prompts with
+        synthetic images are added."""
         prompts = [data[number] for number in range(min(NUM_PROMPTS, len(data)))]
         if not all(len(prompt.token_ids) for prompt in prompts):
             tokenizer = load_tokenizer(workers.model_folder)
@@ -73,6 +84,11 @@ class Canaries:
             prompts = [
                 Prompt(f"{PURPOSE}:{text}", text, np.array(tokens, np.int32)) for text, tokens in ids.items() if tokens
             ]
+        if data.images is not None:
+            prompts = put_images(prompts, data.images.read)
+        if config.model.vision:
+            synthetic, files = synthetic_images(config, workers.model_folder)
+            prompts += put_images(synthetic, files.__getitem__)
         return cls(config, workers, prompts, config.agreement_limit)
 
     def sample(self) -> dict[str, Answers]:
@@ -81,7 +97,12 @@ class Canaries:
         workers.switch_to_rollout()
         groups = workers.engines.generate_on_each(self._requests).result()
         workers.suspend_engines()
-        return {name: Answers.of(samples) for name, samples in groups.items()}
+        return {name: Answers.of(self._with_images(samples)) for name, samples in groups.items()}
+
+    def _with_images(self, samples: Sequence[SampleRef]) -> list[SampleRef]:
+        """Return the responses to `_requests` with references to their prompts' images."""
+        pairs = zip(samples, cycle(self.prompts), strict=False)
+        return [attached for sample, prompt in pairs for attached in attach_images([sample], prompt)]
 
     def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
         """Return each engine's log-prob differences from the trainer, without evidence on their causes."""
@@ -176,3 +197,27 @@ class Canaries:
     def _batches(self, answers: Mapping[str, Answers], kind: str) -> list[RankBatch]:
         samples = list(chain.from_iterable(answers[name].samples[kind] for name in answers))
         return RankBatch.split(samples, self.workers.actor.packing)
+
+
+def synthetic_images(config: Config, folder: Path) -> tuple[list[Prompt], dict[str, bytes]]:
+    """Return prompts with one image of noise each, and the images as PNG files, by digest. Prompts that do not fit the
+    context are left out."""
+    from PIL import Image
+
+    vision = vision_of(add_vision(read_config(folder)))
+    assert vision is not None, "preflight rejects models without a vision tower"
+    processor = ImageProcessor.of(folder, config.data.min_pixels, config.data.max_pixels)
+    text = load_tokenizer(folder).encode(IMAGE_TEXT, add_special_tokens=False)
+    prompts, files = [], {}
+    for number, (width, height) in enumerate(IMAGE_SIZES):
+        stream = io.BytesIO()
+        noise = np.random.default_rng(number).integers(256, size=(height, width, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(stream, "PNG")
+        file, grid = stream.getvalue(), processor.grid(width, height)
+        image = PromptImage(len(text), processor.num_tokens(grid), grid, hashlib.sha256(file).hexdigest())
+        ids = [*text, *[vision.image_token] * image.num_tokens]
+        if len(ids) <= config.rollout.context_length - config.rollout.max_new_tokens:
+            name = f"{PURPOSE}:image {number}"
+            prompts.append(Prompt(name, IMAGE_TEXT, np.array(ids, np.int32), images=(image,)))
+            files[image.digest] = file
+    return prompts, files

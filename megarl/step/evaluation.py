@@ -13,11 +13,13 @@ from megarl.algorithms.evaluation import Estimate, estimates
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.rewards import RewardGroup
+from megarl.cluster.image_files import put_images
 from megarl.cluster.workers import Workers
 from megarl.config.evaluation import config_of_set, longest_response, seed_of_set
 from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
 from megarl.core.completion import NO_DRAFTS
+from megarl.core.prompt import Prompt
 from megarl.core.sample import SampleRef
 from megarl.core.score import Score
 from megarl.core.timing import Stopwatch
@@ -123,7 +125,8 @@ def evaluate_sets(
     scoring = []
     for settings in sets:
         name, set_config = settings.name, config_of_set(config, settings)
-        wanted = requests(config, settings, prompts[name])
+        data = prompts[name]
+        wanted = requests(config, settings, data if data.images is None else put_images(data.prompts, data.images.read))
         if environments is not None and set_config.has_environment:
             sampled = environments.evaluate(wanted, set_config).result()
         else:
@@ -138,7 +141,7 @@ def evaluate_sets(
 
 
 def requests(
-    config: Config, settings: EvaluationSet, prompts: PromptSet
+    config: Config, settings: EvaluationSet, prompts: PromptSet | Sequence[Prompt]
 ) -> list[list[SamplingRequest]] | list[list[ImageRequest]]:
     """Return the requests for each prompt in a set. Their seeds are the same in every evaluation. Images are sampled
     with the ODE."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megarl.cluster.groups.engines import Requests, Sampled
+from megarl.cluster.image_files import attach_images, put_images
 from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.rank_batch import put_sample
 from megarl.cluster.workers import Workers
@@ -15,6 +16,7 @@ from megarl.config.continuation import allowed_changes
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, Checkpoint, FileRecord
 from megarl.core.metrics import Metric
+from megarl.core.prompt import Prompt
 from megarl.core.sample import SampleRef
 from megarl.data.prompts import PromptSet
 from megarl.rollout.router import Aborted, completed
@@ -34,11 +36,13 @@ class Group:
 
     Attributes:
         item: the prompt's row in the data, and the weight version at the start of its rollouts.
+        prompt: the prompt with references to its images.
         order: position among all groups in this attempt.
         place: position among the groups that were submitted together, and so in the result of `pending`.
     """
 
     item: PendingPrompt
+    prompt: Prompt
     order: int
     names: Sequence[str]
     pending: Pending[list[Sampled]]
@@ -139,7 +143,7 @@ class RolloutQueue:
             if i in given or not self._use_finished(item, number, i, is_restart=i < num_again)
         ]
         places = self.finished.free_places(number, self._num_in_step, len(new))
-        prompts = [self.data[items[i].row] for i in new]
+        prompts = self._with_images([self.data[items[i].row] for i in new])
         group_requests = requests(self.config, number, prompts, places, self.data.responses)
         self._num_in_step = max(self._num_in_step + len(items), 1 + max(places, default=0))
         groups: dict[int, Group] = {}
@@ -148,22 +152,26 @@ class RolloutQueue:
             pending = self._sample([group_requests[k] for k in submission])
             for place, k in enumerate(submission):
                 names = [request.sample_id for request in group_requests[k]]
-                groups[new[k]] = Group(items[new[k]], self._num_begun + new[k], names, pending, place)
-        for i, (first_request, *_) in zip(new, group_requests, strict=True):
+                groups[new[k]] = Group(items[new[k]], prompts[k], self._num_begun + new[k], names, pending, place)
+        for i, prompt, (first_request, *_) in zip(new, prompts, group_requests, strict=True):
             if i in given:
                 name, _, _ = first_request.sample_id.rpartition(".")
-                groups[i] = self._given_group(items[i], self._num_begun + i, name, number - 1)
+                groups[i] = self._given_group(items[i], prompt, self._num_begun + i, name, number - 1)
         for i in new:
             since, is_restart = items[i].version, i < num_again
             self._schedule.begin(groups[i], number - 1, since, is_restart, index=num_earlier + i)
         self._num_begun += len(items)
 
-    def _given_group(self, item: PendingPrompt, order: int, name: str, version: int) -> Group:
+    def _with_images(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """Return the prompts with references to their images."""
+        return prompts if self.data.images is None else put_images(prompts, self.data.images.read)
+
+    def _given_group(self, item: PendingPrompt, prompt: Prompt, order: int, name: str, version: int) -> Group:
         """Return the group STEP.GROUP of a prompt's given response."""
-        prompt = self.data[item.row]
-        sample = put_sample(given_sample(name, prompt, self.data.responses[prompt.id], version))
+        response = self.data.responses[prompt.id]
+        sample = put_sample(given_sample(name, self.data[item.row], response, version))
         sampled: list[Sampled] = [[sample]]
-        return Group(item, order, [sample.id], ready(sampled))
+        return Group(item, prompt, order, [sample.id], ready(sampled))
 
     def _use_finished(self, item: PendingPrompt, number: int, i: int, is_restart: bool) -> bool:
         """Return whether an earlier attempt has finished this prompt's rollouts, and a step can still train on them. If
@@ -181,7 +189,8 @@ class RolloutQueue:
     ) -> None:
         """Add a group whose rollouts finished in an earlier attempt."""
         sampled: list[Sampled] = [list(samples)]
-        group = Group(item, order, list(dict.fromkeys(sample.rollout_id for sample in samples)), ready(sampled))
+        [prompt] = self._with_images([self.data[item.row]])
+        group = Group(item, prompt, order, list(dict.fromkeys(sample.rollout_id for sample in samples)), ready(sampled))
         self._schedule.begin(group, item.version, is_restart=is_restart)
         self._schedule.finish(group)
 
@@ -202,7 +211,7 @@ class RolloutQueue:
         for group in taken:
             self.state.under_way.remove(group.item)
         self._draws.taken += [group.item for group in taken]
-        sampled = [completed(group.result()) for group in taken]
+        sampled = [attach_images(completed(group.result()), group.prompt) for group in taken]
         if self.config.rollout.longest_first:
             lengths: dict[int, list[int]] = {}
             for group, samples in zip(taken, sampled, strict=True):

@@ -174,7 +174,9 @@ class EngineSide:
         extra = dict(config.rollout.vllm_overrides) | ({"load_format": "auto"} if start_with_weights else {})
         rollout = config.rollout.model_copy(update={"vllm_overrides": extra})
         routes = config.actor.experts.replay_routes
-        self.engine = VllmEngine(rollout, rollout_arguments(rollout, folder, config.model.dtype, 0, routes), routes)
+        pixels = (config.data.min_pixels, config.data.max_pixels) if config.model.vision else None
+        arguments = rollout_arguments(rollout, folder, config.model.dtype, 0, routes, pixels=pixels)
+        self.engine = VllmEngine(rollout, arguments, routes)
         if start_with_weights:
             self.engine.hold(0)
 

@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from megarl.cluster.groups.group import ASYNC_OPTIONS, TimedResult
 from megarl.cluster.groups.replicas import ReplicaActor
 from megarl.cluster.groups.vllm import VllmActor
+from megarl.cluster.image_files import get_images
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
@@ -91,7 +92,10 @@ class EngineProcess(ReplicaActor):
             if listener is not None:
                 listener.begin.remote([self.parts(sample)[-1] for sample in samples])
 
-        call = _Generating(requests, asyncio.ensure_future(self._worker.generate(requests, report)))
+        async def generated() -> list[AnySample]:
+            return await self._worker.generate(await get_images(requests), report)
+
+        call = _Generating(requests, asyncio.ensure_future(generated()))
         self._generating[requests[0].sample_id] = call
         try:
             with self._end_if_rank_died():

@@ -20,6 +20,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
+from megarl.core.errors import UserError
 from megarl.core.prompt_images import PromptImage
 from megarl.data.images import ImageProcessor
 
@@ -72,9 +73,10 @@ class ImageInputs:
         if item is None:
             patches = self._processor.patches([image.file])
             if len(patches) != math.prod(image.grid):
-                raise ValueError(
-                    f"image {image.digest} has {len(patches)} patches in the engine, but the prompt has placeholders "
-                    f"for {math.prod(image.grid)}"
+                raise UserError(
+                    f"model.vision=true: image {image.digest} has {len(patches)} patches in the engine, but the prompt "
+                    f"has placeholders for {math.prod(image.grid)}. Fix: use the same model folder and version of "
+                    "transformers on all nodes"
                 )
             item = self._items[image.digest] = kwargs_item(torch.from_numpy(patches), image.grid)
         return item
@@ -118,7 +120,7 @@ class NoDummyInputs(BaseDummyInputsBuilder[ImageInfo]):
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         raise NotImplementedError
 
-    def get_dummy_mm_data(self, *args: Any) -> Any:
+    def get_dummy_mm_data(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
@@ -141,10 +143,10 @@ class ReadyImages(BaseMultiModalProcessor[ImageInfo]):
             {IMAGE: [PlaceholderRange(0, num_tokens)]},
         )
 
-    def _get_mm_fields_config(self, *args: Any) -> Any:
+    def _get_mm_fields_config(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def _get_prompt_updates(self, *args: Any) -> Any:
+    def _get_prompt_updates(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 

@@ -13,6 +13,7 @@ import torch
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch, ScoreRef, get_scores, put_scores
 from megarl.core.completion import VersionRun
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.score import Baseline
 from megarl.data import local_batch
@@ -100,6 +101,24 @@ def test_hidden_states_of_a_sample_are_read_without_copying(monkeypatch, dtype):
     for name, values in states.items():
         assert fetched[name].dtype == dtype and torch.equal(fetched[name], values)
         assert fetched[name].data_ptr() == values.data_ptr()
+
+
+def test_images_are_fetched_once_with_their_samples(store, monkeypatch):
+    """Two samples of a prompt share its images."""
+    images = tuple(PromptImage(i, 1, (1, 2, 2), digest) for i, digest in enumerate("aba"))
+    stored = {
+        ref: replace(SAMPLES[ref], prompt=Prompt("p", "", [9, 9, 9], images=images)) for ref in ("ref 1", "ref 2")
+    }
+    files = {"a ref": b"a", "b ref": b"b"}
+    monkeypatch.setattr(ray, "get", lambda refs: store.append([*refs]) or [(stored | files)[ref] for ref in refs])
+    refs = [
+        replace(SampleRef.of(sample, ref), prompt_images=("a ref", "b ref", "a ref")) for ref, sample in stored.items()
+    ]
+    fetched = RankBatch(tuple(refs), ((0, 1),)).fetch_samples()
+    assert store == [["ref 1", "a ref", "b ref", "ref 2"]]
+    for item in fetched:
+        assert [image.file for image in item.sample.prompt.images] == [b"a", b"b", b"a"]
+    assert all(image.file is None for sample in stored.values() for image in sample.prompt.images)
 
 
 def test_all_objects_of_a_batch_are_fetched_in_one_call(store):

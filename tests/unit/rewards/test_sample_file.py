@@ -58,7 +58,8 @@ def samples() -> list[Sample]:
             [math.nan, 1.0],
         )
     )
-    short = Sample("2.0", Prompt("q", "", [], columns={"c": 2}), [], [], [], (), "stop", "")
+    image = PromptImage(1, 2, (1, 2, 4), "0a" * 32)
+    short = Sample("2.0", Prompt("q", "", [7, 9, 9], columns={"c": 2}, images=(image,)), [], [], [], (), "stop", "")
     return [replace(whole, drafts=DraftCounts(4, 12, 7)), short]
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megarl.config.load import load
 from megarl.core.prompt import Prompt
+from megarl.data.images import ImageProcessor
 from megarl.data.prompts import PromptSet
-from megarl.step.canaries import Canaries
+from megarl.step.canaries import IMAGE_SIZES, Canaries, synthetic_images
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
+from tests.tiny_vision import IMAGE_ID, build
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,18 @@ def test_canaries_are_the_first_rows_of_the_data(folder: Path) -> None:
 def test_data_without_prompts_uses_default_texts(folder: Path) -> None:
     found = canaries(folder, [Prompt("environment:0", "", [])]).prompts
     assert found and all(1 <= len(prompt.token_ids) <= 20 - 12 for prompt in found)
+
+
+def test_vision_canaries_have_images_that_fit_the_context(tmp_path: Path) -> None:
+    folder = build(tmp_path, "qwen3_vl")
+    keys = [f"model.path={folder}", "model.vision=true", "data.source=d", "rollout.max_new_tokens=12"]
+    for longest, count in ((64, len(IMAGE_SIZES)), (20, 0)):
+        prompts, files = synthetic_images(load(BASE, [*keys, f"rollout.context_length={longest}"]), folder)
+        assert len(prompts) == len(files) == count
+        for prompt in prompts:
+            [image] = prompt.images
+            assert np.flatnonzero(prompt.token_ids == IMAGE_ID).tolist() == list(range(image.start, image.stop))
+            assert len(ImageProcessor.of(folder).patches([files[image.digest]])) == np.prod(image.grid)
 
 
 def test_each_canary_has_two_responses_of_limited_length(folder: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from megarl.config.load import load
 from megarl.core.checkpoint import FORMAT, FileRecord
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import SampleRef
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import GivenResponse, PromptSet
@@ -22,8 +23,8 @@ from megarl.data.weighted_cursor import WeightedCursor
 from megarl.rollout.router import Aborted
 from megarl.run.context import RunContext
 from megarl.step.finished import FinishedRollouts
-from megarl.step.queue import RolloutQueue, describe
-from megarl.step.state import RunState
+from megarl.step.queue import WAITING, RolloutQueue, describe
+from megarl.step.state import PendingPrompt, RunState
 from tests.paths import BASE
 
 STEPS, PER_STEP, SAMPLES = 12, 3, 2
@@ -154,6 +155,42 @@ def test_staleness_reaches_but_never_exceeds_the_bound(max_staleness):
         assert len(set(names)) == len(names) == STEPS * PER_STEP * SAMPLES
         assert json.loads(states[-1])["under_way"] == [], "no rollout may start without a step for it"
     assert max(oldest) == max_staleness
+
+
+class Images:
+    """Prompts with an image each, which neighbors share, and a fake object store that counts its objects."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        images = [(PromptImage(0, 1, (1, 2, 2), f"{i // 2}"),) for i in range(1000)]
+        prompts = tuple(Prompt(f"{i}", "", (1,), "", images=image) for i, image in enumerate(images))
+        files = SimpleNamespace(read=lambda digest: f"file {digest}".encode())
+        self.data, self.num_objects = replace(DATA, prompts=prompts, images=files), 0
+        monkeypatch.setattr("ray.put", self.put)
+
+    def put(self, file: bytes) -> str:
+        self.num_objects += 1
+        return f"ref of {file.decode()}"
+
+
+def test_trained_samples_refer_to_their_prompts_images(monkeypatch):
+    images, rollouts = Images(monkeypatch), Rollouts(random.Random(0))
+    trained, _ = attempt(config_of(0), rollouts, fresh(), 2, images.data)
+    for sample in (sample for step in trained for sample in step):
+        assert sample.prompt_images == (f"ref of file {int(sample.prompt_id) // 2}",)
+    assert images.num_objects == 4  # the images 0 and 1 of prompts 0 to 2, and 1 and 2 of prompts 3 to 5
+    assert all(image.file is None for prompt in images.data.prompts for image in prompt.images)
+
+
+def test_restored_samples_refer_to_their_prompts_images(monkeypatch, tmp_path):
+    images, saves = Images(monkeypatch), Saves(tmp_path)
+    samples = [SampleRef(f"1.0.{k}", "7", 1, 1, 1, "stop", 0, 0, rollout_id=f"1.0.{k}") for k in range(SAMPLES)]
+    saves.files, saves.groups = (FileRecord(WAITING, 1, ""),), [(7, 0, samples)]
+    state = fresh()
+    state.again.append(PendingPrompt(7, 0, 0))
+    queue = queue_of(config_of(0), Rollouts(random.Random(0)), state, saves, images.data)
+    queue.restore(saves)
+    [taken] = queue.take(1, 1, lambda: None)
+    assert taken == [replace(sample, prompt_images=("ref of file 3",)) for sample in samples]
 
 
 DROPS = "rollout.on_stale=drop"

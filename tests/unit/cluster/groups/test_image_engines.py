@@ -51,7 +51,7 @@ def sample(number: int) -> LatentSample:
 
 
 SAMPLES = [sample(number) for number in range(2)]
-REQUESTS = [SimpleNamespace(sample_id=item.id) for item in SAMPLES]
+REQUESTS = [SimpleNamespace(sample_id=item.id, prompt=item.prompt) for item in SAMPLES]
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ LLAMA = {
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64},
 }
 
+VISION = {"model_type": "qwen3_5", "text_config": LLAMA | {"model_type": "qwen3_5_text"}, "vision_config": {}}
+
 
 def collect_arguments(folder: Path) -> dict[str, object]:
     from vllm import EngineArgs, SamplingParams
@@ -74,6 +76,16 @@ def collect_arguments(folder: Path) -> dict[str, object]:
         ],
         "temperatures": [(value, accepts(sampling, value), accepts(recipe, value)) for value in (0.01, 2.0, 2.01)],
         "linear": engine_arguments("rollout", folder / "linear", *common[2:], {}),
+        "vision": [
+            rollout_arguments(
+                load(BASE, [f"model.path={folder}", "data.source=arithmetic"]).rollout,
+                folder / "vision",
+                "float32",
+                0,
+                pixels=pixels,
+            )
+            for pixels in (None, (None, None), (784, 3136))
+        ],
     }
 
 
@@ -88,7 +100,9 @@ def accepts(use: Callable[[float], None], temperature: float) -> bool:
 @pytest.mark.slow
 def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "linear").mkdir()
+    for name in ("linear", "vision"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "vision" / "config.json").write_text(json.dumps(VISION))
     (tmp_path / "linear" / "config.json").write_text(json.dumps(CONFIGS["Qwen3-Next-80B-A3B"]))
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True)
     collected = pickle.loads((tmp_path / "collected").read_bytes())
@@ -104,6 +118,11 @@ def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     assert eagle == dict(method="eagle3", num_speculative_tokens=4, model=str(tmp_path))
     assert collected["linear"]["mamba_ssm_cache_dtype"] == "float32"
     assert "mamba_ssm_cache_dtype" not in changed
+    text, default, limited = collected["vision"]
+    assert text["hf_overrides"]["architectures"] == ["Qwen3_5ForCausalLM"] and "mm_encoder_tp_mode" not in text
+    assert "architectures" not in default["hf_overrides"] and default["mm_encoder_tp_mode"] == "data"
+    assert default["mm_processor_kwargs"] == {}
+    assert limited["mm_processor_kwargs"] == {"min_pixels": 784, "max_pixels": 3136}
     assert collected["temperatures"] == [(0.01, True, True), (2.0, True, True), (2.01, False, False)]
     unknown, misspelt = collected["refusals"]
     assert unknown.startswith("rollout.vllm_overrides.no_such_key=1: not a vLLM engine argument. Fix: ")

@@ -1,0 +1,105 @@
+"""GRPO of a vision-language model, from images in the data to the exported model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from tests.e2e.run import MEGARL
+from tests.e2e.test_train import REWARD, metrics_of
+from tests.paths import BASE, ROOT
+from tests.timing import RUN_S
+from tests.tiny_vision import build
+
+pytestmark = pytest.mark.slow
+
+IMAGES = ([0], [1, 2], [], [2], [0, 0, 1], [1])
+"""The images of each row, which share files."""
+LIMIT = 1e-5
+
+
+def write_recipe(folder: Path, *keys: str) -> Path:
+    build(folder / "model", "qwen3_vl")
+    rng = np.random.default_rng(0)
+    for i, (width, height) in enumerate(((64, 64), (90, 40), (50, 100))):
+        Image.fromarray(rng.integers(256, size=(height, width, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    rows = [
+        {
+            "prompt": "<image>" * len(images) + f"Question {i}?",
+            "answer": "",
+            "images": [f"{folder}/{k}.png" for k in images],
+        }
+        for i, images in enumerate(IMAGES)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "base": str(BASE),
+                "run": {"folder": str(folder / "runs"), "name": "tiny", "steps": 3},
+                "model": {"path": str(folder / "model"), "dtype": "float32", "vision": True},
+                "actor": {"optimizer": {"lr": 0.01}, "tokens_per_microbatch": 512, "threads": 1},
+                "rollout": {"max_new_tokens": 8, "context_length": 128, "kv_cache_gib": 0.05, "threads": 1},
+                "batch": {"prompts_per_step": 6, "samples_per_prompt": 4, "prompts_per_update": 6},
+                "data": {"source": str(folder / "data.jsonl"), "image_column": "images"},
+                "rewards": {"functions": [{"function": f"{REWARD}:digit_share"}]},
+                "logprob_check": {"canaries": "refits"},
+                "cluster": {"object_store_mib": 80},
+            }
+        )
+    )
+    return recipe
+
+
+def train(recipe: Path, *overrides: str) -> Path:
+    done = subprocess.run(
+        [*MEGARL, "train", str(recipe), *overrides], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    name = next((key.removeprefix("run.name=") for key in overrides if key.startswith("run.name=")), "tiny")
+    return recipe.parent / "runs" / name
+
+
+def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
+    """The samples of step 3, and the canaries after each refit, have the same log-probs in trainer and engine."""
+    run = train(write_recipe(tmp_path))
+    steps = metrics_of(run)
+    assert len(steps) == 3
+    for step in steps:
+        assert step["mismatch/logprob_abs_max"] <= LIMIT
+        assert step["mismatch/canary_greedy_abs_mean"] <= LIMIT and step["mismatch/canary_sampled_abs_mean"] <= LIMIT
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model.visual.state_dict()
+        for folder in (tmp_path / "model", run / "model")
+    )
+    unchanged = [name for name, value in before.items() if torch.equal(value, after[name])]
+    assert not unchanged
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("keys", [[], ["actor.layout={pp: 2}", "rollout.tp=2"]], ids=["one process", "pp2, engine tp2"])
+def test_resumed_run_with_images_is_bitwise_equal(tmp_path: Path, keys: list[str]) -> None:
+    """Checkpoints contain the tower and its optimizer states. An evaluation set has images of its own."""
+    held = f"{{name: held, source: {tmp_path}/data.jsonl, image_column: images, samples_per_prompt: 2, temperature: 1}}"
+    recipe = write_recipe(tmp_path)
+    overrides = [*keys, "checkpoint.every_steps=1", f"evaluation.sets=[{held}]"]
+    whole = train(recipe, *overrides, "run.name=whole")
+    train(recipe, *overrides, "run.steps=1")
+    parts = train(recipe, *overrides, "resume=auto")
+    learned = {name for name in metrics_of(whole)[-1] if name.partition("/")[0] in ("reward", "policy", "evaluation")}
+    assert any(name.startswith("evaluation/held/") for name in learned)
+    first, second = metrics_of(whole)[-1], metrics_of(parts)[-1]
+    assert {name: first[name] for name in learned} == {name: second[name] for name in learned}
+    exported = [load_file(run / "model" / "model.safetensors") for run in (whole, parts)]
+    assert exported[0].keys() == exported[1].keys()
+    assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
