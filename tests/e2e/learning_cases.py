@@ -27,6 +27,7 @@ from tests.e2e.learning_tasks import (
     of_forward_kl,
     of_reverse_kl,
 )
+from tests.e2e.scene_reader import Scenes
 from tests.e2e.tiny_families import GATED_DELTA, GPT_OSS_YARN
 
 ON_POLICY = ("batch.prompts_per_update=8",)
@@ -259,6 +260,14 @@ CASES: dict[str, Case] = {
         has_control=True,
         start=0.25,
         learned=0.8,  # low: batches depend on when turns arrive, so runs differ
+    ),
+    "GRPO, images": estimator(
+        *("grpo", "batch={prompts_per_step: 32, prompts_per_update: 32, samples_per_prompt: 16}"),
+        *("actor.optimizer.lr=0.0005", ANNEALED),
+        steps=80,
+        task=Scenes(),
+        has_control=True,
+        start=0.4,
     ),
     "Logic-RL": estimator(
         "reinforce_plus_plus",
