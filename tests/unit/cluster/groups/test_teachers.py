@@ -44,7 +44,8 @@ SAMPLES = [sample(prompt, k) for prompt in SOURCES for k in range(2)]
 )
 def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompts) -> None:
     group = object.__new__(TeacherGroup)
-    group._prompts = ScoredPrompts(Teacher(name="t", path="x", sources=sources))
+    teacher = Teacher(name="t", path="x", sources=sources)
+    group.prompts = ScoredPrompts.of(teacher, PromptSet(ROWS, "hash"), load(BASE, KEYS))
     group.packing, group._data_parallel_ranks = packing(num_ranks=2), [0, 0, 1, 1]
     calls: list[list[str]] = []
 
@@ -53,7 +54,6 @@ def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompt
         return ready({name: "log-probs" for of_rank in calls for name in of_rank})
 
     monkeypatch.setattr(TeacherGroup, "_score_tokens", SimpleNamespace(on_each=on_each))
-    group.select(PromptSet(ROWS, "hash"), load(BASE, KEYS))
     expected = {f"p{prompt}.{k}" for prompt in prompts for k in range(2)}
     assert group.score_tokens(SAMPLES).result().keys() == expected
     if expected:
@@ -64,14 +64,14 @@ def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompt
 
 def test_teacher_in_vllm_receives_privileged_prompts(monkeypatch) -> None:
     group = object.__new__(TeacherEngineGroup)
-    group._prompts = ScoredPrompts(Teacher(name="t", path="x", engine="vllm", prompt_column="hint"))
-    group.select(DATA, load(BASE, KEYS))
+    hinted = Teacher(name="t", path="x", engine="vllm", prompt_column="hint")
+    group.prompts = ScoredPrompts.of(hinted, DATA, load(BASE, KEYS))
     call = SimpleNamespace(method="score", on=lambda *arguments: arguments)
     monkeypatch.setattr(TeacherEngineGroup, "_score", call)
     monkeypatch.setattr(group, "_route_samples", lambda phase, samples, method, start: start("engine", samples))
-    _, samples, privileged = group.score_tokens(SAMPLES)
+    _, samples, replaced = group.score_tokens(SAMPLES)
     assert [item.id for item in samples] == ["p0.0", "p0.1", "p2.0", "p2.1", "p3.0", "p3.1"]
-    assert privileged == {item.id: HINTS[item.prompt_id] for item in samples}
+    assert replaced == {item.id: HINTS[item.prompt_id] for item in samples}
 
 
 HINTS = {name: np.arange(10 + i, dtype=np.int32) for i, name in enumerate(("p0", "p2", "p3"))}
@@ -94,7 +94,7 @@ class Actor:
 def test_self_teacher_scores_rows_with_privileged_prompts() -> None:
     actor = Actor()
     teacher = SelfTeacher(Teacher(name="t", prompt_column="hint", sources=["math", "code"]), actor)
-    teacher.select(DATA, load(BASE, KEYS))
+    teacher.prompts = ScoredPrompts.of(teacher.prompts.teacher, DATA, load(BASE, KEYS))
     assert teacher.score_tokens(SAMPLES).result().keys() == {"p0.0", "p0.1", "p2.0", "p2.1"}
     [(name, batches)] = actor.calls
     assert name == "t"
