@@ -35,7 +35,8 @@ class AgentRollout:
         access = {"base_url": self._server.base_url, "api_key": session.token, "model": MODEL}
         try:
             limit_s = self._config.environment.agent_timeout_s
-            self.outcome.rewards = await host.invoke("run", request.key, limit_s, task=asdict(task), **access) or {}
+            result = await host.invoke("run", request.key, limit_s, task=asdict(task), **access)
+            self.outcome.rewards, self.outcome.feedback = result["rewards"] or {}, [result["feedback"]]
             self.outcome.stop_reason = session.stop_reason
         except HostFailure:
             if session.error is None:  # otherwise, the cause is an engine error, raised below

@@ -13,6 +13,7 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
 from megarl.environments.protocol import StopReason
 from megarl.environments.transcript import Part
+from megarl.usercode.feedback import MAX_FEEDBACK, join_feedback
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class Outcome:
     Attributes:
         turn_rewards: one entry per turn: rewards keyed by name ("" if unnamed), or None for a turn without a reward.
         rewards: rewards for the whole rollout, keyed by name.
+        feedback: feedback on the rollout, one text per turn or a single text from an agent; "" for none.
         tool_calls: number of tool calls per status.
         failure: one-line reason for the failure, or None. A failed rollout has no reward.
         stack: stack trace of the environment's exception, or "".
@@ -31,6 +33,7 @@ class Outcome:
     stop_reason: StopReason = StopReason.DONE
     turn_rewards: list[Mapping[str, float] | None] = field(default_factory=list)
     rewards: Mapping[str, float] = field(default_factory=dict)
+    feedback: list[str] = field(default_factory=list)
     tool_calls: Counter[str] = field(default_factory=Counter)
     failure: str | None = None
     stack: str = ""
@@ -94,4 +97,6 @@ class Outcome:
             turns=() if part is None else tuple(part.turns),
             first_turn=0 if part is None else part.first_turn,
             is_last=is_last,
+            feedback=join_feedback(self.feedback)[:MAX_FEEDBACK],
+            message_end=None if part is None else part.message_end,
         )

@@ -20,6 +20,7 @@ from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
 from megarl.environments.agent_rollout import AgentRollout
 from megarl.environments.hosts import FREE_MEMORY, TOOLS_S, HostFailure, HostPool, HostProcess
+from megarl.environments.message_end import message_end
 from megarl.environments.observation import limit_observation
 from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import StopReason, Task
@@ -95,7 +96,10 @@ class RolloutRunner:
             rollout = self.config.rollout
             sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
             self._server = SessionServer(
-                self.tokenizer, lambda tools: turn_tokens(self.config, self.tokenizer, tools), sampling
+                self.tokenizer,
+                lambda tools: turn_tokens(self.config, self.tokenizer, tools),
+                sampling,
+                self.config.teachers_see_feedback,
             )
             await self._server.start(address)
 
@@ -224,6 +228,7 @@ class _Rollout:
             turn = await self._sample_turn()
             step = await self._step(host, turn)
             self.outcome.turn_rewards.append(step["rewards"])
+            self.outcome.feedback.append(step["feedback"])
             if step["done"]:
                 return
             if turn["number"] + 1 == self._config.environment.max_turns:
@@ -242,7 +247,7 @@ class _Rollout:
         opening = await _uninterrupted(reset)
         if opening["token_ids"] is not None:
             self._state = state_of(opening["state"] or opening["token_ids"])
-            self._start_sample([], opening["token_ids"])
+            await self._start_sample([], opening["token_ids"])
             return
         messages = opening["messages"]
         if messages is None and self._runner.pool.tools and prompt.messages:
@@ -252,24 +257,27 @@ class _Rollout:
             with _fails_rollout():
                 token_ids = await self._tokenize(self._tokens.begin, messages)
                 shown = await asyncio.to_thread(self._tokens.shown, messages)
-            self._start_sample(messages, token_ids, shown)
+            await self._start_sample(messages, token_ids, shown)
         elif len(prompt.token_ids):
-            self._start_sample(prompt.messages, prompt.token_ids.tolist())
+            await self._start_sample(prompt.messages, prompt.token_ids.tolist())
         else:
             raise HostFailure(
                 "reset returned no messages, but data.source=environment provides none. Fix: return messages from reset"
             )
 
-    def _start_sample(
+    async def _start_sample(
         self,
-        messages: Sequence[Message],
+        conversation: Sequence[Message],
         token_ids: Sequence[int],
         shown: Sequence[Message] | None = None,
     ) -> None:
-        """Start a sample with this context. `shown` are the messages to record, by default `messages`."""
-        self._parts.append(Part(Transcript(token_ids), "", self._messages))
-        self._conversation = list(messages)
-        self._messages += messages if shown is None else shown
+        """Start a sample with this context. `shown` are the messages to record, by default the conversation."""
+        part = Part(Transcript(token_ids), "", self._messages)
+        if self._config.teachers_see_feedback:
+            part.message_end = await asyncio.to_thread(message_end, self._tokens.begin, conversation, token_ids)
+        self._parts.append(part)
+        self._conversation = list(conversation)
+        self._messages += conversation if shown is None else shown
 
     @property
     def _num_tokens_left(self) -> int:
@@ -318,7 +326,7 @@ class _Rollout:
         self._state = state_of(step["state"] or messages)
         if step["restart"]:
             token_ids = await self._tokenize(self._tokens.begin, messages)
-            self._start_sample(messages, token_ids, await asyncio.to_thread(self._tokens.shown, messages))
+            await self._start_sample(messages, token_ids, await asyncio.to_thread(self._tokens.shown, messages))
             return
         limit = partial(limit_observation, tokenizer=self._runner.tokenizer, settings=self._config.environment)
         messages = await asyncio.to_thread(limit, messages)
@@ -333,9 +341,7 @@ class _Rollout:
         if context_ids is None:
             conversation = [*self._conversation, *messages]
             token_ids = await self._tokenize(self._tokens.begin, conversation)
-            self._messages += messages
-            self._start_sample([], token_ids)
-            self._conversation = conversation
+            await self._start_sample(conversation, token_ids, messages)
             return
         self._parts[-1].transcript.add_context(context_ids)
         self._add_messages(messages)

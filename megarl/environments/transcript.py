@@ -121,12 +121,14 @@ def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
 @dataclass(slots=True)
 class Part:
     """One token sequence of a rollout, which becomes a sample: the text of its last turn, including tool calls, the
-    conversation for display, and its turns, each as its index within the rollout and the hash of its state."""
+    conversation for display, and its turns, each as its index within the rollout and the hash of its state.
+    `message_end`: as in Episode."""
 
     transcript: Transcript
     text: str
     messages: Sequence[Mapping[str, Any]]
     turns: list[tuple[int, int]] = field(default_factory=list)
+    message_end: int | None = None
 
     @property
     def first_turn(self) -> int:

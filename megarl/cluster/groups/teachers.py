@@ -76,12 +76,11 @@ class ScoredPrompts:
         if the teacher sees the samples' own prompts. Omit samples that would exceed rollout.context_length with the
         replaced prompt. If the teacher sees feedback, also omit samples without feedback. If it has a prompt column,
         omit samples that do not start with the row's prompt, and raise a UserError if the first sample of a rollout
-        does not start with it. `feedback`: references to prompts with feedback, int32 [P], by reward function
-        and sample id."""
+        does not start with it. `feedback`: references to prompts with feedback, int32 [P], by teacher and sample id."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
         replaced: dict[str, Replacement] = {}
         if self.teacher.feedback is not None:
-            given = feedback.get(self.teacher.feedback, {})
+            given = feedback.get(self.teacher.name, {})
             replaced = {sample.id: given[sample.id] for sample in own if sample.id in given}
         elif self.replaced_prompts is not None:
             by_prompt = self.replaced_prompts

@@ -19,6 +19,7 @@ from itertools import count
 from typing import Protocol
 
 from megarl.core.completion import Completion
+from megarl.environments.message_end import message_end
 from megarl.environments.sessions.messages import Message, canonical
 from megarl.environments.states import state_of
 from megarl.environments.transcript import Part, Transcript
@@ -65,12 +66,14 @@ class _OpenSample:
     Attributes:
         inherited: messages of the earlier sample whose token ids this sequence starts with, if any.
         is_reserved: whether its next turn is being sampled.
+        message_end: as in Episode.
     """
 
     ids: list[int]
     turns: list[Turn] = field(default_factory=list)
     inherited: tuple[Message, ...] = ()
     is_reserved: bool = False
+    message_end: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -97,9 +100,10 @@ class TurnLimit(Exception):
 
 
 class Recording:
-    """The token sequences of one session."""
+    """The token sequences of one session. `finds_message_ends`: whether to find each sequence's `message_end`."""
 
-    def __init__(self) -> None:
+    def __init__(self, finds_message_ends: bool = False) -> None:
+        self._finds_message_ends = finds_message_ends
         self._samples: list[_OpenSample] = []
         self._turns: dict[bytes, list[tuple[_OpenSample, Turn]]] = defaultdict(list)
         """Turns, keyed by a hash of the conversation that ends with them."""
@@ -120,7 +124,11 @@ class Recording:
         async with self._reserving:
             if self.num_turns >= max_turns:
                 raise TurnLimit
-            return await self._reserve(tokens, keys, messages)
+            slot = await self._reserve(tokens, keys, messages)
+            if self._finds_message_ends and not slot._sample.turns:
+                end = await asyncio.to_thread(message_end, tokens.begin, messages, slot.ids)
+                slot._sample.message_end = end
+            return slot
 
     async def _reserve(self, tokens: Tokens, keys: Sequence[bytes], messages: Sequence[Message]) -> TurnSlot:
         for length in range(len(messages), 0, -1):
@@ -196,20 +204,21 @@ class Recording:
             while turns and not turns[-1].is_delivered:
                 turns.pop()
             if turns:
-                recorded.append(_part(sample.inherited, turns))
+                recorded.append(_part(sample, turns))
         return sorted(recorded, key=lambda part: part.first_turn)
 
 
-def _part(inherited: Sequence[Message], turns: Sequence[Turn]) -> Part:
+def _part(sample: _OpenSample, turns: Sequence[Turn]) -> Part:
+    """Return the sample with only these turns."""
     transcript = Transcript(turns[0].context_ids)
-    messages = [*inherited]
+    messages = [*sample.inherited]
     for turn in turns:
         if transcript.num_turns:
             transcript.add_context(turn.context_ids)
         transcript.add_turn(turn.completion)
         messages += [*turn.context, turn.message]
     states = [(turn.number, state_of(turn.context)) for turn in turns]
-    return Part(transcript, turns[-1].text, tuple(messages), states)
+    return Part(transcript, turns[-1].text, tuple(messages), states, sample.message_end)
 
 
 def _prefix_keys(tools_key: str, messages: Sequence[Message]) -> list[bytes]:

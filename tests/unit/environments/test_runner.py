@@ -115,6 +115,35 @@ def test_rollout_tokens_equal_the_rendered_conversation():
     assert seeds[0] == 11 and len(set(seeds)) == 3
 
 
+TOLD = "teachers.models=[{name: told, feedback: environment}]"
+
+
+@pytest.mark.parametrize(
+    ("fault", "feedback", "asked"),
+    [
+        ("told", "turn 1\n\nturn 2\n\nend of told", ["<|user|>told"]),
+        ("restart", "end of restart", ["<|user|>restart", "<|user|>restarted"]),
+        ("other", "end of other", ["<|user|>begin 42 3 77"]),
+    ],
+)
+def test_feedback_follows_the_last_message_of_each_sample(fault, feedback, asked):
+    """Feedback of all turns is joined. All samples of the rollout have it."""
+    [samples] = play(config("Counter", TOLD), Says("1"), fault)
+    assert [sample.episode.feedback for sample in samples] == [feedback] * len(asked)
+    ends = [sample.prompt.token_ids[: sample.episode.message_end] for sample in samples]
+    assert [TOKENIZER.decode(ids) for ids in ends] == asked
+
+
+def test_message_end_is_unknown_for_token_ids():
+    [[sample]] = play(config("Counter", TOLD), Says("1"), "ids")
+    assert sample.episode.feedback == "end of ids" and sample.episode.message_end is None
+
+
+def test_message_ends_are_found_only_for_teachers():
+    [[sample]] = play(config(), Says("1"), "told")
+    assert sample.episode.feedback and sample.episode.message_end is None
+
+
 def test_lone_surrogates_in_observations_are_replaced():
     [[sample]] = play(config(), Says("12", "345", "6"), "half")
     assert sample.token_ids.tolist() == rendered("half", "12", "\ufffd turns", "345", "\ufffd turns", "6")

@@ -153,8 +153,8 @@ def test_feedback_belongs_to_a_single_sample(monkeypatch) -> None:
     prompts = {"p0.0": range(20), "p0.1": range(20, 40), "p1.0": range(62)}
     store = torch.tensor([token for ids in prompts.values() for token in ids], dtype=torch.int32)
     bounds = {"p0.0": (0, 20), "p0.1": (20, 40), "p1.0": (40, 102)}
-    feedback = {"check": {name: ScoreRef("stored", *bound) for name, bound in bounds.items()}, "other": {}}
-    told = ScoredPrompts.of(Teacher(name="t", feedback="check"), DATA, load(BASE, KEYS))
+    feedback = {"t": {name: ScoreRef("stored", *bound) for name, bound in bounds.items()}, "other": {}}
+    told = ScoredPrompts.of(Teacher(name="t", feedback=["check"]), DATA, load(BASE, KEYS))
     [batch] = told.batches(SAMPLES, packing(), feedback)
     lengths = {item.id: item.num_prompt_tokens for item in batch.samples}
     assert lengths == {"p0.0": 20, "p0.1": 20} and len({item.beginning for item in batch.samples}) == 2

@@ -152,15 +152,20 @@ def test_null_removes_the_teachers() -> None:
         ),
         (
             ["teachers.models=[{name: a, feedback: check}]"],
-            "teachers.models: a with feedback=check: rewards.functions has no function with this name. Fix: use one of",
+            "teachers.models: a with feedback=check: rewards.functions has no function with this name. Fix: add "
+            "check to rewards.functions, or use one of ",
         ),
         (
-            ["teachers.models=[{name: a, feedback: exact_match, prompt_column: hint}]", ROWS],
-            "teachers.models: a with feedback=exact_match and prompt_column=hint: feedback is appended to the row's",
+            ["teachers.models=[{name: a, feedback: [exact_match, exact_match], prompt_column: hint}]", ROWS],
+            "teachers.models: a with feedback=[exact_match, exact_match] and prompt_column=hint: feedback is",
         ),
         (
-            ["teachers.models=[{name: a, feedback: exact_match}]", "environment.class=game.py:Game"],
-            "teachers.models: a with feedback=exact_match: with environment.class=game.py:Game, reward functions do",
+            ["teachers.models=[{name: a, feedback: [exact_match, environment]}]"],
+            "teachers.models: a with feedback=environment: environment.class=null. Fix: set environment.class, or use",
+        ),
+        (
+            ["teachers.models=[{name: a, path: x, feedback: exact_match}]", *OFFLINE],
+            "teachers.models: a with feedback=exact_match: with data.format=messages, no responses are sampled.",
         ),
         (
             ["teachers.models=[{name: a, prompt_column: hint, revision: v1}]", ROWS],
