@@ -275,12 +275,12 @@ class Config(Section):
 
     @property
     def self_teachers(self) -> list[Teacher]:
-        """The teachers that are the policy or the reference with replaced prompts."""
+        """The teachers that are the policy or the reference with privileged prompts."""
         return [teacher for teacher in self.teachers.models if teacher.path is None] if self.has_teachers else []
 
     @property
     def teachers_see_feedback(self) -> bool:
-        """Whether any teacher sees feedback on the samples."""
+        """Whether a teacher uses feedback on samples."""
         return self.has_teachers and any(teacher.feedback is not None for teacher in self.teachers.models)
 
     @property

@@ -1,4 +1,4 @@
-"""Teachers: frozen language models in Megatron or in vLLM, and the policy or the reference with replaced prompts."""
+"""Teachers: frozen language models in Megatron or vLLM, and the policy or reference with privileged prompts."""
 
 from __future__ import annotations
 
@@ -38,33 +38,34 @@ class ScoredPrompts:
 
     Attributes:
         names: ids of the prompts; None: all prompts.
-        replaced_prompts: prompt id -> token ids that replace the prompt's for the teacher, int32 [P]; None: the teacher
-            sees the prompt itself, or the feedback on each sample.
-        checksums: prompt id -> checksum of the prompt's own token ids; None without replaced prompts.
+        privileged: prompt id -> token ids that replace the prompt's for the teacher, int32 [P]; None: the teacher sees
+            the prompt itself, or the feedback on each sample.
+        checksums: prompt id -> checksum of the prompt's own token ids; None without a prompt column.
         context_length: maximum number of tokens in a sample whose prompt is replaced; 0 before the data is known.
     """
 
     teacher: Teacher
     names: frozenset[str] | None = None
-    replaced_prompts: Mapping[str, NDArray[np.int32]] | None = None
+    privileged: Mapping[str, NDArray[np.int32]] | None = None
     checksums: Mapping[str, int] | None = None
     context_length: int = 0
 
     @classmethod
     def of(cls, teacher: Teacher, data: PromptSet, config: Config) -> ScoredPrompts:
-        """Return the prompts of rows from the teacher's sources. If it has a prompt column, omit rows without one."""
+        """Return the prompts that the teacher scores: rows from its sources and, if it has a prompt column, rows with a
+        value in it."""
         source_column, names, prompts = config.data.source_column, None, data.prompts
         if teacher.sources is not None and source_column is not None:
             prompts = [prompt for prompt in prompts if teacher.applies_to(prompt.columns[source_column])]
             names = frozenset(prompt.id for prompt in prompts)
         if teacher.prompt_column is None:
             return cls(teacher, names, context_length=config.rollout.context_length)
-        replaced_prompts = data.privileged[teacher.prompt_column]
-        prompts = [prompt for prompt in prompts if prompt.id in replaced_prompts]
+        privileged = data.privileged[teacher.prompt_column]
+        prompts = [prompt for prompt in prompts if prompt.id in privileged]
         return cls(
             teacher,
             frozenset(prompt.id for prompt in prompts),
-            replaced_prompts,
+            privileged,
             {prompt.id: prompt_checksum(prompt.token_ids) for prompt in prompts},
             config.rollout.context_length,
         )
@@ -74,31 +75,30 @@ class ScoredPrompts:
     ) -> tuple[list[SampleRef], dict[str, Replacement]]:
         """Return the samples that the teacher scores, and the token ids that replace their prompts, by sample id; empty
         if the teacher sees the samples' own prompts. Omit samples that would exceed rollout.context_length with the
-        replaced prompt. If the teacher sees feedback, also omit samples without feedback. If it has a prompt column,
+        privileged prompt. If the teacher sees feedback, also omit samples without feedback. If it has a prompt column,
         omit samples that do not start with the row's prompt, and raise a UserError if the first sample of a rollout
         does not start with it. `feedback`: references to prompts with feedback, int32 [P], by teacher and sample id."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
-        replaced: dict[str, Replacement] = {}
+        privileged: dict[str, Replacement] = {}
         if self.teacher.feedback is not None:
             given = feedback.get(self.teacher.name, {})
-            replaced = {sample.id: given[sample.id] for sample in own if sample.id in given}
-        elif self.replaced_prompts is not None:
-            by_prompt = self.replaced_prompts
-            replaced = {item.id: by_prompt[item.prompt_id] for item in own if self._starts_with_prompt(item)}
+            privileged = {sample.id: given[sample.id] for sample in own if sample.id in given}
+        elif self.privileged is not None:
+            privileged = {item.id: self.privileged[item.prompt_id] for item in own if self._starts_with_prompt(item)}
         else:
             return own, {}
-        own = [item for item in own if item.id in replaced and self._fits(item, len(replaced[item.id]))]
-        return own, {item.id: replaced[item.id] for item in own}
+        own = [item for item in own if item.id in privileged and self._fits(item, len(privileged[item.id]))]
+        return own, {item.id: privileged[item.id] for item in own}
 
     def batches(
         self, samples: Sequence[SampleRef], packing: Packing, feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> list[RankBatch]:
         """Return each data-parallel rank's batch for a pass over the samples that the teacher scores; empty if there
         are none."""
-        own, replaced = self.select_samples(samples, feedback)
-        if not replaced:
+        own, privileged = self.select_samples(samples, feedback)
+        if not privileged:
             return RankBatch.split(own, packing) if own else []
-        return RankBatch.split_privileged(own, packing, replaced)
+        return RankBatch.split_privileged(own, packing, privileged)
 
     def _fits(self, sample: SampleRef, num_prompt_tokens: int) -> bool:
         return num_prompt_tokens + sample.num_response_tokens <= self.context_length
@@ -161,9 +161,9 @@ class TeacherEngineActor(ScoringEngineActor):
 
         return VllmTeacher(arguments, self._config.rollout.temperature)
 
-    def score(self, samples: Sequence[SampleRef], replaced: Mapping[str, Replacement]) -> Scores:
-        """Score samples. `replaced`: sample id -> token ids that replace the prompt's; empty: none are replaced."""
-        fetched = RankBatch(tuple(samples), (), replaced).fetch_samples()
+    def score(self, samples: Sequence[SampleRef], privileged: Mapping[str, Replacement]) -> Scores:
+        """Score samples. `privileged`: as in RankBatch."""
+        fetched = RankBatch(tuple(samples), (), privileged).fetch_samples()
         return self._put_scores([item.sample for item in fetched])
 
 
@@ -173,10 +173,10 @@ class TeacherEngineGroup(ScoringEngineGroup):
     actor_class, title = TeacherEngineActor, "TeacherEngineActor"
 
     @remote(timeout="passes")
-    def _score(self, samples: Sequence[SampleRef], replaced: Mapping[str, Replacement]) -> Scores: ...
+    def _score(self, samples: Sequence[SampleRef], privileged: Mapping[str, Replacement]) -> Scores: ...
 
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
-        self.role, self.scores = f"teacher {teacher.name}", teacher.scores
+        self.role, self.scores = f"{teacher.name} teacher", teacher.scores
         super().__init__(session, _config_of(config, teacher), folder, processes, "teachers")
         self.prompts = ScoredPrompts(teacher)
 
@@ -184,10 +184,10 @@ class TeacherEngineGroup(ScoringEngineGroup):
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> Pending[Scores]:
         """Return the log-probs or the most probable tokens as in TeacherGroup.score_tokens."""
-        own, replaced = self.prompts.select_samples(samples, feedback)
+        own, privileged = self.prompts.select_samples(samples, feedback)
 
         def start(actor: ActorHandle, part: Sequence[SampleRef]) -> ray.ObjectRef:
-            replacements = {item.id: replaced[item.id] for item in part} if replaced else {}
+            replacements = {item.id: privileged[item.id] for item in part} if privileged else {}
             return self._score.on(actor, [replace(item, scores={}) for item in part], replacements)
 
         return self._route_samples("teachers", own, self._score.method, start)
@@ -203,7 +203,7 @@ PlacedTeacher = TeacherGroup | TeacherEngineGroup
 
 
 class SelfTeacher:
-    """A teacher that is the policy or the reference with replaced prompts. It runs on the actor's ranks."""
+    """A teacher that is the policy or the reference with privileged prompts. It runs on the actor's ranks."""
 
     def __init__(self, teacher: Teacher, actor: TrainerGroup):
         self.scores, self._actor = teacher.scores, actor

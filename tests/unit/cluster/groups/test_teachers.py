@@ -69,9 +69,9 @@ def test_teacher_in_vllm_receives_privileged_prompts(monkeypatch) -> None:
     call = SimpleNamespace(method="score", on=lambda *arguments: arguments)
     monkeypatch.setattr(TeacherEngineGroup, "_score", call)
     monkeypatch.setattr(group, "_route_samples", lambda phase, samples, method, start: start("engine", samples))
-    _, samples, replaced = group.score_tokens(SAMPLES)
+    _, samples, privileged = group.score_tokens(SAMPLES)
     assert [item.id for item in samples] == ["p0.0", "p0.1", "p2.0", "p2.1", "p3.0", "p3.1"]
-    assert replaced == {item.id: HINTS[item.prompt_id] for item in samples}
+    assert privileged == {item.id: HINTS[item.prompt_id] for item in samples}
 
 
 HINTS = {name: np.arange(10 + i, dtype=np.int32) for i, name in enumerate(("p0", "p2", "p3"))}
