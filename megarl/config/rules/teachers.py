@@ -88,7 +88,13 @@ def keys_of_a_teacher_have_an_effect(config: Config) -> Iterator[str]:
 def feedback_has_a_source(config: Config) -> Iterator[str]:
     names = [entry.label for entry in config.rewards.functions] + [ENVIRONMENT] * config.has_environment
     for teacher in config.teachers.models:
-        for unknown in [name for name in teacher.feedback or () if name not in names][:1]:
+        sources = teacher.feedback or ()
+        for repeated in [name for name in names if sources.count(name) > 1][:1]:
+            yield (
+                f"teachers.models: {teacher.name} with feedback={_names(sources)}: {repeated} is listed more than "
+                "once. Fix: list each source once"
+            )
+        for unknown in [name for name in sources if name not in names][:1]:
             problem, fix = "rewards.functions has no function with this name", f"add {unknown} to rewards.functions"
             if unknown == ENVIRONMENT:
                 problem, fix = "environment.class=null", "set environment.class"
@@ -110,9 +116,25 @@ def feedback_is_on_sampled_responses(config: Config) -> Iterator[str]:
     teacher = next((teacher for teacher in config.teachers.models if teacher.feedback is not None), None)
     if teacher is not None and teacher.feedback is not None and config.is_offline:
         yield (
-            f"teachers.models: {teacher.name} with feedback={_names(teacher.feedback)}: with data.format="
-            f"{config.data.format}, no responses are sampled. Fix: remove feedback from {teacher.name}"
+            f"teachers.models: {teacher.name} with feedback={_names(teacher.feedback)}: responses are not sampled with "
+            f"data.format={config.data.format}, so there is no feedback on them. Fix: {_remove('feedback', teacher)}"
         )
+
+
+def additions_to_prompts_are_text(config: Config) -> Iterator[str]:
+    for teacher in config.teachers.models if config.data.image_column is not None else ():
+        additions = {"feedback": teacher.feedback and _names(teacher.feedback), "prompt_column": teacher.prompt_column}
+        for key, value in additions.items():
+            if value is not None:
+                yield (
+                    f"teachers.models: {teacher.name} with {key}={value}: not supported for prompts with images "
+                    f"(data.image_column={config.data.image_column}). Fix: {_remove(key, teacher)}"
+                )
+
+
+def _remove(key: str, teacher: Teacher) -> str:
+    """Return the remedy for a key that must not be set. A teacher without a path needs one of these keys."""
+    return f"remove the teacher {teacher.name}" if teacher.path is None else f"remove {key} from {teacher.name}"
 
 
 def _names(feedback: Sequence[str]) -> str:
@@ -173,7 +195,7 @@ def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
     if config.is_offline:
         yield (
             f"{_with_column(teacher)}: with data.format={config.data.format}, teachers see the rows' own prompts. Fix: "
-            f"remove prompt_column from {teacher.name}"
+            f"{_remove('prompt_column', teacher)}"
         )
     elif config.data.is_procedural:
         yield (
@@ -281,6 +303,7 @@ RULES = (
     feedback_has_a_source,
     feedback_is_the_only_addition,
     feedback_is_on_sampled_responses,
+    additions_to_prompts_are_text,
     prompt_columns_require_rows_of_files,
     prompt_columns_require_checked_rollouts,
     teachers_in_vllm_have_their_own_model,
