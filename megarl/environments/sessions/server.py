@@ -14,7 +14,6 @@ from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.core.text import encodable
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
-from megarl.environments.sessions.recording import Recording
 from megarl.environments.sessions.request import ChatRequest, read_request, tools_key
 from megarl.environments.sessions.session import CLOSED, ChatCompletion, Session, SessionLimits, TokensOf, TurnTokens
 from megarl.environments.text_length import num_tokens
@@ -54,11 +53,7 @@ class SessionServer:
     """Serves chat completions to agents. Each agent authenticates with its session's token."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        tokens_of: TokensOf,
-        sampling: Mapping[str, Any] | None = None,
-        finds_message_ends: bool = False,
+        self, tokenizer: PreTrainedTokenizerBase, tokens_of: TokensOf, sampling: Mapping[str, Any] | None = None
     ):
         """Create a server.
 
@@ -66,10 +61,9 @@ class SessionServer:
             tokens_of: function that returns the renderer for a request's tools. The MAX_TOOL_SETS most recently used
                 renderers are cached.
             sampling: the run's sampling parameters, keyed by API name. Requests may contain the same values.
-            finds_message_ends: whether to find each part's `message_end`.
         """
         self._tokenizer, self._sampling = tokenizer, sampling or {}
-        self._tokens_of, self._finds_message_ends = tokens_of, finds_message_ends
+        self._tokens_of = tokens_of
         self._tokens: dict[str, TurnTokens] = {}
         self._sessions: dict[bytes, Session] = {}
         self._runner: web.AppRunner | None = None
@@ -98,8 +92,7 @@ class SessionServer:
 
     def open(self, sample: Sampler, limits: SessionLimits, seed: int) -> Session:
         """Open a session. Its token is valid until the session is closed."""
-        length_of, recording = partial(num_tokens, self._tokenizer), Recording(self._finds_message_ends)
-        session = Session(self._tokens_with, length_of, sample, limits, seed, recording)
+        session = Session(self._tokens_with, partial(num_tokens, self._tokenizer), sample, limits, seed)
         self._sessions[_digest(session.token)] = session
         return session
 

@@ -97,7 +97,6 @@ class Session:
         sample: Sampler,
         limits: SessionLimits,
         seed: int,
-        recording: Recording,
     ):
         """`num_tokens` returns the number of tokens in a text. It is called in a thread."""
         self.token = secrets.token_urlsafe(32)
@@ -107,7 +106,7 @@ class Session:
         """The limit that a request exceeded, or DONE."""
         self.error: BaseException | None = None
         """An error in the engine or in megarl itself. It must stop the run, because no agent can handle it."""
-        self.recording = recording
+        self.recording = Recording()
         self.counts: Counter[str] = Counter()
         """Counts of ignored parameters (`ignored.NAME`), turns with malformed tool calls (`malformed_calls`), retries
         that received the original response (`replayed`), and rejected requests (`refused.CODE`)."""
