@@ -25,9 +25,9 @@ def test_text_at_the_end_extends_the_last_message(family, messages):
     end = message_end(tokens.begin, messages, ids)
     assert end is not None
     *others, last = messages
-    told = tokens.begin([*others, {**last, "content": f"{last['content']}\n\nNo."}])
+    with_feedback = tokens.begin([*others, {**last, "content": f"{last['content']}\n\nNo."}])
     added = tokenizer("\n\nNo.", add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode([*ids[:end], *added, *ids[end:]]) == tokenizer.decode(told)
+    assert tokenizer.decode([*ids[:end], *added, *ids[end:]]) == tokenizer.decode(with_feedback)
 
 
 def test_plain_prompt_ends_with_its_message():
@@ -44,8 +44,16 @@ def test_end_is_unknown_if_the_tokens_differ():
     assert message_end(tokens.begin, [{"role": "user", "content": [{"type": "text", "text": "a"}]}], ids) is None
 
 
-def test_end_is_unknown_if_the_template_rejects_the_text():
+@pytest.mark.parametrize("error", [UserError, ZeroDivisionError])
+def test_end_is_unknown_if_the_template_rejects_the_text(error):
     def begin(messages):
-        raise UserError("too long")
+        raise error("too long")
 
     assert message_end(begin, TALK, [1, 2]) is None
+
+
+@pytest.mark.parametrize("messages", [[{"role": "note", "content": "c"}], [*TALK, {"role": "note", "content": "c"}]])
+def test_end_is_unknown_if_the_template_drops_the_message(messages):
+    template = "{% for m in messages if m.role != 'note' %}{{ m.content }}{% endfor %}<|assistant|>"
+    tokens = ChatTokens(tiny_tokenizer(chat_template=template))
+    assert message_end(tokens.begin, messages, tokens.begin(messages)) is None
