@@ -134,7 +134,7 @@ def _key(state: Any) -> str | None:
 
 
 def _rewards(reward: Any) -> dict[str, Any]:
-    """Return the rewards keyed by name, or None without a reward, and the feedback. A plain number has the name ""."""
+    """Return the named rewards (None if there is no reward) and the feedback. A plain number has the name ""."""
     reward, feedback = split_feedback(reward)
     if reward is None:
         return {"rewards": None, "feedback": feedback}

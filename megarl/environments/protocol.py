@@ -77,14 +77,14 @@ class Turn:
 
 
 class RewardWithFeedback(TypedDict):
-    """A reward and, for teachers, feedback on the rollout as text."""
+    """A reward with text feedback on the rollout for teachers."""
 
     reward: float | Mapping[str, float] | None
     feedback: str | None
 
 
 Reward = float | Mapping[str, float] | RewardWithFeedback | None
-"""A number, named numbers, which are summed, or either with feedback. None: no reward."""
+"""A number; named numbers, which are summed; either of these with feedback; or None for no reward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ in it are tokenized as ordinary text.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -32,10 +33,13 @@ from megarl.usercode.feedback import join_feedback
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Sources = tuple[str, ...]
+"""Names of reward functions, or ENVIRONMENT, in the order in which a teacher sees their feedback."""
+
 
 def feedback_on(sample: AnySample, results: Mapping[str, Result]) -> dict[str, str]:
-    """Return the feedback on a sample by source, without empty texts: that of its rollout's environment, unless the
-    rollout failed, and that of reward functions. `results`: the functions' results for the rollout, by name."""
+    """Return a sample's feedback by source, without empty texts: from reward functions, and from the environment unless
+    the rollout failed. `results`: the functions' results for the rollout, by name."""
     texts = {name: result.feedback for name, result in results.items()}
     if sample.episode is not None and sample.episode.failure is None:
         texts[ENVIRONMENT] = sample.episode.feedback
@@ -46,34 +50,50 @@ class FeedbackPrompts:
     """Collects prompts with feedback on their samples until `take` is called.
 
     Args:
-        teachers: the teachers, of which those with `feedback` see prompts with feedback.
+        teachers: all teachers; those without `feedback` are ignored.
         folder: the actor's model folder, which contains the tokenizer.
     """
 
     def __init__(self, teachers: Sequence[Teacher], data: Data, folder: Path):
-        self._sources = {teacher.name: teacher.feedback for teacher in teachers if teacher.feedback is not None}
+        self._sources = {teacher.name: tuple(teacher.feedback) for teacher in teachers if teacher.feedback is not None}
         self._data, self._folder = data, folder
-        self._prompts: dict[str, dict[str, NDArray[np.int32]]] = {}
+        self._prompts: dict[Sources, dict[str, NDArray[np.int32] | None]] = defaultdict(dict)
+        """Prompts of samples with feedback, by sample id; None for prompts that cannot be extended."""
+        self._has_warned = False
 
     def note(self, samples: Sequence[Sample], feedback: Mapping[str, Mapping[str, str]]) -> None:
-        """Add the feedback on each sample to the last message of its prompt. Skip samples without feedback, samples
-        whose prompt does not permit it, and prompts with tokens that the model does not embed. `feedback`: sample id ->
+        """Append each sample's feedback to the last message of its prompt. Skip samples without feedback, samples whose
+        prompt cannot be extended, and prompts with tokens that the model has no embedding for. `feedback`: sample id ->
         source -> text."""
-        for teacher, sources in self._sources.items():
+        for sources in dict.fromkeys(self._sources.values()):
             for sample in samples:
                 text = join_feedback(feedback[sample.id].get(name, "") for name in sources)
-                ids = self._with_feedback(sample, f"\n\n{text}") if text else None
-                if ids is not None and max(ids) < self._vocab_size:
-                    self._prompts.setdefault(teacher, {})[sample.id] = np.array(ids, np.int32)
+                if text:
+                    ids = self._with_feedback(sample, f"\n\n{text}")
+                    is_embedded = ids is not None and max(ids) < self._vocab_size
+                    self._prompts[sources][sample.id] = np.array(ids, np.int32) if is_embedded else None
 
     def take(self) -> dict[str, dict[str, NDArray[np.int32]]]:
-        """Return the prompts, int32 [P], by teacher and sample id."""
-        taken, self._prompts = self._prompts, {}
-        return taken
+        """Return the prompts, int32 [P], by teacher and sample id. Warn once if no prompt with feedback for a teacher
+        could be extended."""
+        taken = {}
+        for teacher, sources in self._sources.items():
+            prompts = self._prompts.get(sources, {})
+            taken[teacher] = {name: ids for name, ids in prompts.items() if ids is not None}
+            if prompts and not taken[teacher] and not self._has_warned:
+                self._has_warned = True
+                print(
+                    f"megarl: warning: teachers.models: {teacher} with feedback=[{', '.join(sources)}]: none of the "
+                    f"{len(prompts)} prompts of this step could be extended with their feedback, so the teacher scores "
+                    "no samples. Possible reasons: see Feedback in docs/guide/distillation.md",
+                    flush=True,
+                )
+        self._prompts.clear()
+        return {teacher: prompts for teacher, prompts in taken.items() if prompts}
 
     def _with_feedback(self, sample: Sample, text: str) -> list[int] | None:
-        """Return the ids of the prompt with the text at the end of its last message; None if the end is unknown, or the
-        chat template rejects the text."""
+        """Return the prompt's token ids with the text appended to its last message, or None if the end of the message
+        is unknown or the chat template rejects the text."""
         ids, typed = sample.prompt.token_ids.tolist(), typed_tokens(self._tokenizer)
         if sample.episode is not None:
             end = sample.episode.message_end

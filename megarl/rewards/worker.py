@@ -216,7 +216,10 @@ def _return_value(function: Callable[..., Any], arguments: Sequence[Any], keywor
 def _result(value: Any) -> dict[str, Any]:
     """Return the Result fields for the value that a function returned for one sample: a reward, or a dict with the keys
     `reward` and `feedback`."""
-    value, feedback = split_feedback(value)
+    try:
+        value, feedback = split_feedback(value)
+    except TypeError as error:
+        return _failure(error)
     extra: dict[str, Any] = {"feedback": feedback} if feedback else {}
     if isinstance(value, list | tuple):
         values = [_number(item) for item in value]

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, SupportsFloat
 
 from megarl.core.text import encodable
 
 MAX_FEEDBACK = 32_000
-"""Maximum number of characters of the feedback from one source on a sample. Longer texts lose their end."""
+"""Maximum length of one source's feedback on a sample, in characters. Longer texts are truncated at the end."""
 
 
 def split_feedback(value: Any) -> tuple[Any, str]:
-    """Return the reward and the feedback in a value that user code returned as a reward. Only a dict with the keys
-    `reward` and `feedback` contains feedback, as text or None."""
-    if isinstance(value, dict) and value.keys() == {"reward", "feedback"} and isinstance(value["feedback"], str | None):
-        return value["reward"], encodable((value["feedback"] or "")[:MAX_FEEDBACK])
-    return value, ""
+    """Split a reward returned by user code into the reward and its feedback. Only a dict with exactly the keys `reward`
+    and `feedback` contains feedback. Raise a TypeError if the feedback is not text. If it is a number, it is a reward
+    with this name."""
+    if not isinstance(value, Mapping) or value.keys() != {"reward", "feedback"}:
+        return value, ""
+    feedback = value["feedback"]
+    if isinstance(feedback, SupportsFloat):
+        return value, ""
+    if not isinstance(feedback, str | None):
+        raise TypeError(f"feedback is a {type(feedback).__name__}. Fix: return text or None")
+    return value["reward"], encodable((feedback or "")[:MAX_FEEDBACK])
 
 
 def join_feedback(texts: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megarl.core.completion import VersionRun
 from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
+from megarl.environments.host import _rewards
 from megarl.rewards.feedback import FeedbackPrompts, feedback_on
 from megarl.rewards.result import Result
 from megarl.rewards.worker import _result
@@ -65,9 +67,9 @@ def played(name: str, text: str, message_end: int | None, feedback: str = "", fa
 )
 def test_feedback_is_added_to_the_last_message(folder, template, messages, text):
     prompts = FeedbackPrompts(CHECKED, data(template), folder)
-    told, silent, other = (sample(name, *messages) for name in "abc")
+    shown, silent, other = (sample(name, *messages) for name in "abc")
     texts = {"a": {"check": "No.", "other": "Yes."}, "b": {"check": ""}, "c": {"other": "Yes."}}
-    prompts.note([told, silent, other], texts)
+    prompts.note([shown, silent, other], texts)
     [(teacher, by_sample)] = prompts.take().items()
     [(name, ids)] = by_sample.items()
     assert (teacher, name, tiny_tokenizer().decode(ids), ids.dtype) == ("t", "a", text, np.int32)
@@ -78,10 +80,11 @@ def test_each_teacher_sees_its_sources_in_order(folder):
     sources = {"a": ["environment", "check"], "b": ["check", "environment"], "c": ["other"]}
     prompts = FeedbackPrompts([Teacher(name=n, feedback=names) for n, names in sources.items()], data(), folder)
     text = "<|user|>go<eos><|assistant|>"
-    told = played("s", text, 3, feedback="E")
-    prompts.note([told], {"s": feedback_on(told, {"check": Result(1.0, "1.0", feedback="C"), "f": Result(0.0, "0")})})
+    rollout = played("s", text, 3, feedback="E")
+    results = {"check": Result(1.0, "1.0", feedback="C"), "f": Result(0.0, "0")}
+    prompts.note([rollout], {"s": feedback_on(rollout, results)})
     decoded = {name: tiny_tokenizer().decode(ids["s"]) for name, ids in prompts.take().items()}
-    assert decoded == {n: text.replace("go", f"go\n\n{told}") for n, told in (("a", "E\n\nC"), ("b", "C\n\nE"))}
+    assert decoded == {n: text.replace("go", f"go\n\n{added}") for n, added in (("a", "E\n\nC"), ("b", "C\n\nE"))}
 
 
 def test_failed_rollout_has_no_environment_feedback():
@@ -94,6 +97,24 @@ def test_sample_with_unknown_message_end_is_skipped(folder):
     prompts = FeedbackPrompts(CHECKED, data(), folder)
     prompts.note([played("s", "go", None)], {"s": {"check": "No."}})
     assert prompts.take() == {}
+
+
+def test_teachers_with_equal_sources_share_prompts(folder):
+    teachers = [Teacher(name=name, feedback=names) for name, names in {"a": "check", "b": ["check"]}.items()]
+    prompts = FeedbackPrompts(teachers, data(), folder)
+    prompts.note([sample("s", *MESSAGES)], {"s": {"check": "No."}})
+    taken = prompts.take()
+    assert taken["a"]["s"] is taken["b"]["s"]
+
+
+def test_first_step_without_extended_prompts_is_reported(folder, capsys):
+    prompts = FeedbackPrompts([*CHECKED, Teacher(name="o", feedback="other")], data(), folder)
+    for ends in ([None, 1], [None, None], [None]):
+        rollouts = [played(str(i), "go", end) for i, end in enumerate(ends)]
+        prompts.note(rollouts, {rollout.id: {"check": "No."} for rollout in rollouts})
+        prompts.take()
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("megarl: warning: teachers.models: t with feedback=[check]: none of the 2 prompts of this")
 
 
 def test_tokens_without_an_embedding_skip_the_sample(folder, tmp_path):
@@ -113,8 +134,8 @@ def test_tokens_without_an_embedding_skip_the_sample(folder, tmp_path):
 def test_quoted_special_tokens_are_text(folder, template, in_environment):
     prompts, ends = FeedbackPrompts(CHECKED, data(template), folder), []
     for text in ("No.", "<eos>No."):
-        told = played("a", "<|user|>go<eos><|assistant|>", 3) if in_environment else sample("a", *MESSAGES[1:])
-        prompts.note([told], {"a": {"check": text}})
+        shown = played("a", "<|user|>go<eos><|assistant|>", 3) if in_environment else sample("a", *MESSAGES[1:])
+        prompts.note([shown], {"a": {"check": text}})
         ids = prompts.take()["t"]["a"].tolist()
         ends.append(ids.count(tiny_tokenizer().eos_token_id))
     assert ends[0] == ends[1]
@@ -131,9 +152,18 @@ def test_lone_surrogates_in_feedback_are_replaced():
         ({"reward": [0.5, 1], "feedback": None}, Result([0.5, 1.0], "a list of 2")),
         ({"reward": "x", "feedback": "No."}, Result(None, "str", feedback="No.")),
         ({"reward": 1, "feedback": 100_000 * "a"}, Result(1.0, "1.0", feedback=MAX_FEEDBACK * "a")),
-        ({"reward": 1.0, "feedback": 7}, Result(None, "dict")),
+        (MappingProxyType({"reward": 1, "feedback": "No."}), Result(1.0, "1.0", feedback="No.")),
+        ({"reward": 1.0, "feedback": np.float32(7)}, Result(None, "dict")),
         ({"reward": 1.0}, Result(None, "dict")),
     ],
 )
 def test_function_may_return_feedback_with_its_reward(value, result):
     assert Result(**_result(value)) == result
+
+
+def test_feedback_that_is_not_text_fails():
+    failure = "feedback is a list. Fix: return text or None"
+    assert Result(**_result({"reward": 1, "feedback": ["No."]})).failure == f"raised TypeError: {failure}"
+    with pytest.raises(TypeError, match=failure):
+        _rewards({"reward": 1, "feedback": ["No."]})
+    assert _rewards({"reward": 1, "feedback": 2})["rewards"] == {"reward": 1.0, "feedback": 2.0}
