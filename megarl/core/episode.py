@@ -54,8 +54,8 @@ class Episode:
         first_turn: index within the rollout of this sample's first trained turn.
         is_last: whether this is the rollout's last sample, whose text reward functions read.
         feedback: the environment's feedback on the rollout, for teachers.
-        message_end: number of tokens in the sample's prompt up to the end of its last message's text. None if it is
-            unknown, or if no teacher sees feedback.
+        message_end: number of prompt tokens up to the end of the last message's text; None if the end is unknown, or
+            if no teacher uses feedback on the rollout.
     """
 
     info: RolloutInfo

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -66,14 +67,14 @@ class _OpenSample:
     Attributes:
         inherited: messages of the earlier sample whose token ids this sequence starts with, if any.
         is_reserved: whether its next turn is being sampled.
-        message_end: as in Episode.
+        find_message_end: as in Part.
     """
 
     ids: list[int]
     turns: list[Turn] = field(default_factory=list)
     inherited: tuple[Message, ...] = ()
     is_reserved: bool = False
-    message_end: int | None = None
+    find_message_end: Callable[[], int | None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -100,10 +101,9 @@ class TurnLimit(Exception):
 
 
 class Recording:
-    """The token sequences of one session. `finds_message_ends`: whether to find each sequence's `message_end`."""
+    """Token sequences of one session."""
 
-    def __init__(self, finds_message_ends: bool = False) -> None:
-        self._finds_message_ends = finds_message_ends
+    def __init__(self) -> None:
         self._samples: list[_OpenSample] = []
         self._turns: dict[bytes, list[tuple[_OpenSample, Turn]]] = defaultdict(list)
         """Turns, keyed by a hash of the conversation that ends with them."""
@@ -125,9 +125,8 @@ class Recording:
             if self.num_turns >= max_turns:
                 raise TurnLimit
             slot = await self._reserve(tokens, keys, messages)
-            if self._finds_message_ends and not slot._sample.turns:
-                end = await asyncio.to_thread(message_end, tokens.begin, messages, slot.ids)
-                slot._sample.message_end = end
+            if not slot._sample.turns:
+                slot._sample.find_message_end = partial(message_end, tokens.begin, messages, slot.ids)
             return slot
 
     async def _reserve(self, tokens: Tokens, keys: Sequence[bytes], messages: Sequence[Message]) -> TurnSlot:
@@ -209,7 +208,7 @@ class Recording:
 
 
 def _part(sample: _OpenSample, turns: Sequence[Turn]) -> Part:
-    """Return the sample with only these turns."""
+    """Return the sample as a Part that contains only these turns."""
     transcript = Transcript(turns[0].context_ids)
     messages = [*sample.inherited]
     for turn in turns:
@@ -218,7 +217,7 @@ def _part(sample: _OpenSample, turns: Sequence[Turn]) -> Part:
         transcript.add_turn(turn.completion)
         messages += [*turn.context, turn.message]
     states = [(turn.number, state_of(turn.context)) for turn in turns]
-    return Part(transcript, turns[-1].text, tuple(messages), states, sample.message_end)
+    return Part(transcript, turns[-1].text, tuple(messages), states, sample.find_message_end)
 
 
 def _prefix_keys(tools_key: str, messages: Sequence[Message]) -> list[bytes]:

@@ -25,14 +25,14 @@ TOKENIZER = hermes_tokenizer()
 
 
 def play(
-    kind: str, *rollouts: tuple[str, ScriptedPolicy], file: Path = AGENTS, told: bool = False
+    kind: str, *rollouts: tuple[str, ScriptedPolicy], file: Path = AGENTS, with_feedback: bool = False
 ) -> list[list[Sample]]:
     """Run one rollout per fault concurrently and return their samples."""
     agent_s = LIMIT_S if file == AGENTS else WAIT_S
     environment = f"environment={{class: '{file}:{kind}', timeout_s: {WAIT_S}, agent_timeout_s: {agent_s}}}"
     overrides = [environment, "rewards.functions=[]"]
     room = ["rollout.max_new_tokens=400", "rollout.context_length=500", "actor.tokens_per_microbatch=4096"]
-    teachers = ["teachers.models=[{name: told, feedback: environment}]"] if told else []
+    teachers = ["teachers.models=[{name: t, feedback: environment}]"] if with_feedback else []
     config = load(QUICKSTART, [*overrides, *room, *teachers])
 
     async def run() -> list[list[Sample]]:
@@ -92,7 +92,7 @@ def test_failing_agents_do_not_affect_others():
 
 
 def test_feedback_of_an_agent_is_on_all_its_samples():
-    [samples] = play("Delegator", ("no reward", says("first", "checked", "last")), told=True)
+    [samples] = play("Delegator", ("no reward", says("first", "checked", "last")), with_feedback=True)
     assert [sample.episode.feedback for sample in samples] == ["Not rewarded."] * 2
     ends = [sample.prompt.token_ids[: sample.episode.message_end] for sample in samples]
     texts = [TOKENIZER.decode(ids).rpartition("<|im_start|>user\n")[2] for ids in ends]

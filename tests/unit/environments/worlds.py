@@ -53,7 +53,7 @@ class Counter(Environment):
             return Step([{"role": "user", "content": json.loads("[" * 400 + "]" * 400)}])
         if self._fault == "half":
             return Step("\ud83d turns", reward)
-        if self._fault == "told":
+        if self._fault == "feedback":
             reward = {"reward": reward, "feedback": f"turn {self.num_turns}"}
         return Step(f"{self.num_turns} turns", reward, as_is=self._fault == "as is")
 
