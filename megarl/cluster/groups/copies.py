@@ -1,4 +1,4 @@
-"""Copies of trained ranks' states in shared memory, from which replacement processes restore them."""
+"""Copies of trained ranks' state in shared memory, from which replacement processes restore it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megarl.core.errors import InfrastructureFailure
 from megarl.core.files import DISK_FULL
 
 READ_ONLY_METHODS = {"prepare_refit", "send", "checksums", "start_delivery", "finish_copies"}
-"""Methods that a rank may run while a thread copies its state, because they neither change nor move it. Without
-`examine_device`, whose speed probe must not compete with the copy. It does not stall the step, because it runs before
-the copy begins."""
+"""Methods that may run while a thread copies the rank's state, because they neither change nor move it.
+`examine_device` is excluded: its speed probe would compete with the copy. It runs before the copy starts, so it does
+not delay the step."""
 
 
 class CopyingRank(RankActor):
