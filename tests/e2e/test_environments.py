@@ -45,8 +45,8 @@ EVALUATION = (
 )
 
 
-TOLD = (
-    "teachers.models=[{name: told, feedback: environment}]",
+WITH_FEEDBACK = (
+    "teachers.models=[{name: t, feedback: environment}]",
     "algorithm.distillation={placement: loss, coefficient: 0.1}",
 )
 """The policy learns from itself with the environment's feedback."""
@@ -54,7 +54,7 @@ TOLD = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    overrides = "environment.options={marks: '?'}", EVALUATION, *TOLD
+    overrides = "environment.options={marks: '?'}", EVALUATION, *WITH_FEEDBACK
     return train(tmp_path_factory.mktemp("environments"), *overrides)
 
 
@@ -138,7 +138,7 @@ def test_engine_logprobs_equal_transformers(run):
 
 
 def test_teacher_sees_the_feedback_of_the_environment(run):
-    """The metric equals the mean of log p − log p_told of transformers. The teacher sees the feedback in the prompts of
+    """The metric equals the mean of log p − log p_t of transformers. The teacher sees the feedback in the prompts of
     all samples of the rollouts that have not failed, including those after a restart."""
     tokenizer = AutoTokenizer.from_pretrained(run.parents[1] / "model")
     model = AutoModelForCausalLM.from_pretrained(run.parents[1] / "model")
@@ -152,15 +152,15 @@ def test_teacher_sees_the_feedback_of_the_environment(run):
         before = row["prompt"].removesuffix("<eos><|assistant|>")
         prompts = row["prompt"], f"{before}\n\n{feedback}<eos><|assistant|>"
         mask = [k % 2 == 0 for k, length in enumerate(row["mask"]) for _ in range(length)]
-        own, told = (
+        own, with_feedback = (
             logprobs_after(model, tokenizer(prompt)["input_ids"], row["response_ids"])[: len(mask)][mask]
             for prompt in prompts
         )
-        differences.append(own - told)
+        differences.append(own - with_feedback)
     assert len(differences) == 4 * (1 + 2 + 1)
     expected = torch.cat(differences).mean().item()
     assert abs(expected) > 1e-4
-    assert metrics_of(run)[1]["kl/teacher_told"] == pytest.approx(expected, rel=1e-2, abs=1e-5)
+    assert metrics_of(run)[1]["kl/teacher_t"] == pytest.approx(expected, rel=1e-2, abs=1e-5)
 
 
 def logprobs_after(model: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
