@@ -65,7 +65,7 @@ class Recovery:
         self._kept: Collection[Role] = ()
         """Roles whose copies are also being delivered to keepers."""
         self._repeats: dict[int, Callable[[], object]] = {}
-        """Functions that repeat the training of each step after the latest copied one, by step."""
+        """Function that repeats the training of each step after the latest copy, by step."""
         self._num_replaced = self._num_unreported = 0
         """Number of replacements since the last step was trained, and since the last call of `take_metrics`."""
         self._seconds = 0.0

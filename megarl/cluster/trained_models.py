@@ -90,7 +90,7 @@ class TrainedModels:
         kept: list[Role] = []
         for role, group in () if problem else self.groups.items():
             if keepers := recovery.keepers(group):
-                group.deliver_copies(step, keepers).result()
+                group.start_delivery(step, keepers).result()
                 kept.append(role)
         recovery.note_copying(step, kept, problem)
 

@@ -173,10 +173,14 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
 
 def _compared(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of a config without folders, and without the engines and layouts of teachers, which may
-    change."""
+    change. A single source of feedback becomes a list, because older checkpoints contain it as text."""
     found = dict(leaves(without_folders(values)))
     teachers = [
-        {key: value for key, value in teacher.items() if key not in ("engine", "layout") and value is not None}
+        {
+            key: [value] if key == "feedback" and isinstance(value, str) else value
+            for key, value in teacher.items()
+            if key not in ("engine", "layout") and value is not None
+        }
         for teacher in found.get("teachers.models", [])
     ]
     return {**found, "teachers.models": teachers}

@@ -253,6 +253,10 @@ class RewardModel(Untrained):
         return self.input_format == "question"
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 def teacher_key(name: str) -> str:
     """Return the text that names the path of a teacher in errors and manifests."""
     return f"teachers.models: {name}: path"
@@ -260,15 +264,14 @@ def teacher_key(name: str) -> str:
 
 class Teacher(Section):
     """A model whose next-token distribution the actor learns to match. Without a path, it is the policy or the
-    reference (`weights`), which sees the prompts in `prompt_column` or the feedback of the reward function `feedback`
-    on each sample."""
+    reference (`weights`), which sees the prompts in `prompt_column` or the `feedback` on each sample."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     engine: Literal["megatron", "vllm"] = "megatron"
     path: Text | None = None
     revision: Text | None = None
     prompt_column: Text | None = None
-    feedback: Text | None = None
+    feedback: Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list)] | None = None
     weights: Literal["policy", "reference"] = "policy"
     weight: PositiveFloat = 1.0
     sources: list[Text] | None = None

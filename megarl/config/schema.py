@@ -285,7 +285,7 @@ class Config(Section):
 
     @property
     def teachers_see_feedback(self) -> bool:
-        """Whether any teacher sees the feedback of a reward function."""
+        """Whether a teacher uses feedback on samples."""
         return self.has_teachers and any(teacher.feedback is not None for teacher in self.teachers.models)
 
     @property

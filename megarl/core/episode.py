@@ -53,6 +53,9 @@ class Episode:
             which it starts.
         first_turn: index within the rollout of this sample's first trained turn.
         is_last: whether this is the rollout's last sample, whose text reward functions read.
+        feedback: the environment's feedback on the rollout, for teachers.
+        message_end: number of prompt tokens up to the end of the last message's text; None if the end is unknown, or
+            if no teacher uses feedback on the rollout.
     """
 
     info: RolloutInfo
@@ -65,3 +68,5 @@ class Episode:
     stack: str = ""
     outcome: float = 0.0
     turns: tuple[tuple[int, int], ...] = ()
+    feedback: str = ""
+    message_end: int | None = None

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+ENVIRONMENT = "environment"
+"""Name of the environment's reward component, and of its feedback."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTotals:

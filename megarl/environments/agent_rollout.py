@@ -24,7 +24,7 @@ class AgentRollout:
 
     def __init__(self, config: Config, server: SessionServer, request: RolloutRequest, sample: Sampler):
         self._config, self._server, self._request, self._sample = config, server, request, sample
-        self._parts: list[Part] = []
+        self.parts: list[Part] = []
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
@@ -35,20 +35,22 @@ class AgentRollout:
         access = {"base_url": self._server.base_url, "api_key": session.token, "model": MODEL}
         try:
             limit_s = self._config.environment.agent_timeout_s
-            self.outcome.rewards = await host.invoke("run", request.key, limit_s, task=asdict(task), **access) or {}
+            result = await host.invoke("run", request.key, limit_s, task=asdict(task), **access)
+            self.outcome.rewards = result["rewards"] or {}
+            self.outcome.add_feedback(result["feedback"])
             self.outcome.stop_reason = session.stop_reason
         except HostFailure:
             if session.error is None:  # otherwise, the cause is an engine error, raised below
                 raise
         finally:
-            self._parts = await self._server.close(session)
+            self.parts = await self._server.close(session)
         if session.error is not None:
             raise session.error
-        if not self._parts:
+        if not self.parts:
             raise HostFailure(
                 "the agent sent no request to the endpoint. Fix: call the OpenAI API at base_url with api_key and model"
             )
 
     def samples(self, decode: Callable[[Sequence[int]], str]) -> list[Sample]:
         """Return one sample per recorded sequence."""
-        return self.outcome.samples(self._request.id, self._request.prompt, self._parts, decode)
+        return self.outcome.samples(self._request.id, self._request.prompt, self.parts, decode)

@@ -23,6 +23,7 @@ from megarl.environments.registry import SANDBOX, check_environment, is_agent, t
 from megarl.environments.tools import MalformedCall, Status, ToolCall, describe, run, tools_of
 from megarl.sandbox.choice import find_provider
 from megarl.usercode.failures import kind_of
+from megarl.usercode.feedback import split_feedback
 from megarl.usercode.parent import connect, send
 
 MAX_CHARACTERS = 2**23
@@ -80,7 +81,7 @@ class Host:
             observation = [{"role": "user", "content": observation}]
         return {
             "messages": None if observation is None else _plain(observation),
-            "rewards": _rewards(step.reward),
+            **_rewards(step.reward),
             "done": bool(step.done),
             "as_is": bool(step.as_is),
             "restart": bool(step.restart),
@@ -88,8 +89,8 @@ class Host:
             "is_stuck": environment.toolbox.has_hung_thread,
         }
 
-    async def _run(self, rollout: str, request: Mapping[str, Any]) -> dict[str, float] | None:
-        """Run an agent to completion and return its rewards."""
+    async def _run(self, rollout: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Run an agent to completion and return its rewards and feedback."""
         agent = self._environments[rollout] = self._kind(**self._options)
         assert isinstance(agent, Agent), "environments have no run"
         access = (request[name] for name in ("base_url", "api_key", "model"))
@@ -132,11 +133,13 @@ def _key(state: Any) -> str | None:
     return state
 
 
-def _rewards(reward: Any) -> dict[str, float] | None:
-    """Return rewards keyed by name. A plain number has the key ""."""
+def _rewards(reward: Any) -> dict[str, Any]:
+    """Return the named rewards (None if there is no reward) and the feedback. A plain number has the name ""."""
+    reward, feedback = split_feedback(reward)
     if reward is None:
-        return None
-    return {name: float(value) for name, value in (reward.items() if isinstance(reward, Mapping) else [("", reward)])}
+        return {"rewards": None, "feedback": feedback}
+    named = reward if isinstance(reward, Mapping) else {"": reward}
+    return {"rewards": {name: float(value) for name, value in named.items()}, "feedback": feedback}
 
 
 async def serve(host: Host, parent: BufferedRWPair) -> None:

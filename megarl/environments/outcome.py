@@ -13,6 +13,7 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
 from megarl.environments.protocol import StopReason
 from megarl.environments.transcript import Part
+from megarl.usercode.feedback import MAX_FEEDBACK, join_feedback
 
 
 @dataclass(slots=True)
@@ -22,6 +23,8 @@ class Outcome:
     Attributes:
         turn_rewards: one entry per turn: rewards keyed by name ("" if unnamed), or None for a turn without a reward.
         rewards: rewards for the whole rollout, keyed by name.
+        feedback: the texts of all turns, or one text from an agent; "" if there is none. If it exceeds MAX_FEEDBACK
+            characters, only its end is kept, because the last turn usually has the result of tests.
         tool_calls: number of tool calls per status.
         failure: one-line reason for the failure, or None. A failed rollout has no reward.
         stack: stack trace of the environment's exception, or "".
@@ -31,6 +34,7 @@ class Outcome:
     stop_reason: StopReason = StopReason.DONE
     turn_rewards: list[Mapping[str, float] | None] = field(default_factory=list)
     rewards: Mapping[str, float] = field(default_factory=dict)
+    feedback: str = ""
     tool_calls: Counter[str] = field(default_factory=Counter)
     failure: str | None = None
     stack: str = ""
@@ -40,6 +44,10 @@ class Outcome:
         """Mark the rollout as failed. Only the first failure is kept."""
         if self.failure is None:
             self.failure, self.stack, self.stop_reason = " ".join(reason.split()), stack, stop_reason
+
+    def add_feedback(self, text: str) -> None:
+        """Append the feedback of a turn, or of an agent."""
+        self.feedback = join_feedback([self.feedback, text])[-MAX_FEEDBACK:]
 
     def samples(
         self, name: str, prompt: Prompt, parts: Sequence[Part], decode: Callable[[Sequence[int]], str]
@@ -94,4 +102,6 @@ class Outcome:
             turns=() if part is None else tuple(part.turns),
             first_turn=0 if part is None else part.first_turn,
             is_last=is_last,
+            feedback=self.feedback,
+            message_end=None if part is None else part.message_end,
         )

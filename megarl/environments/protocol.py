@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,17 @@ class Turn:
     is_last: bool = False
 
 
+class RewardWithFeedback(TypedDict):
+    """A reward with text feedback on the rollout for teachers."""
+
+    reward: float | Mapping[str, float] | None
+    feedback: str | None
+
+
+Reward = float | Mapping[str, float] | RewardWithFeedback | None
+"""A number; named numbers, which are summed; either of these with feedback; or None for no reward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The environment's response to a turn.
@@ -83,7 +94,7 @@ class Step:
     Attributes:
         observation: messages to append before the policy's next turn. A string becomes one user message. None if the
             rollout ends.
-        reward: reward for this turn, as a number or as named numbers, which are summed. None: no reward for this turn.
+        reward: reward for this turn.
         done: whether the rollout ends.
         as_is: append the observation as raw text directly after the turn, not as a message.
         restart: replace the conversation with the observation, which must be a complete conversation. The turns that
@@ -93,7 +104,7 @@ class Step:
     """
 
     observation: str | Sequence[Message] | None = None
-    reward: float | Mapping[str, float] | None = None
+    reward: Reward = None
     done: bool = False
     as_is: bool = False
     restart: bool = False
@@ -138,7 +149,7 @@ class Environment:
             return Step(reward=await run(self.reward, turn), done=True)
         return Step(observation=await self.toolbox.call_all(turn.tool_calls))
 
-    async def reward(self, turn: Turn) -> float | Mapping[str, float] | None:
+    async def reward(self, turn: Turn) -> Reward:
         """Return the reward for a rollout that ends with this turn. None leaves scoring to the reward functions."""
         return None
 
@@ -150,10 +161,10 @@ class Agent:
     """Base class for agents, programs that call the policy through an OpenAI-compatible endpoint. A user class with a
     `run` method need not inherit from it. The constructor receives `environment.options` as keyword arguments."""
 
-    async def run(self, task: Task, base_url: str, api_key: str, model: str) -> float | Mapping[str, float] | None:
+    async def run(self, task: Task, base_url: str, api_key: str, model: str) -> Reward:
         """Work on the task. Each request to `base_url` with `api_key` is one turn of the rollout. The agent may pass
-        the URL and the key to sub-agents and other programs. Return the reward, or named rewards, which are summed.
-        None leaves scoring to the reward functions, which read the last sample."""
+        the URL and the key to sub-agents and other programs. Return the reward for the rollout. None leaves scoring to
+        the reward functions, which read the last sample."""
         raise NotImplementedError
 
     async def close(self) -> None:

@@ -16,10 +16,12 @@ from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.core.outage import Outage
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
+from megarl.core.score import ENVIRONMENT
 from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
 from megarl.environments.agent_rollout import AgentRollout
 from megarl.environments.hosts import FREE_MEMORY, TOOLS_S, HostFailure, HostPool, HostProcess
+from megarl.environments.message_end import message_end
 from megarl.environments.observation import limit_observation
 from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import StopReason, Task
@@ -86,6 +88,8 @@ class RolloutRunner:
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
         self._outage = Outage(config.rewards.outage_s)
+        teachers = config.teachers.models if config.teachers_see_feedback else []
+        self._feedback_sources = {source for teacher in teachers for source in teacher.feedback or ()}
         self._num_failures = self._num_lost = 0
         """Numbers of failed and of lost rollouts since the last successful one."""
 
@@ -95,7 +99,9 @@ class RolloutRunner:
             rollout = self.config.rollout
             sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
             self._server = SessionServer(
-                self.tokenizer, lambda tools: turn_tokens(self.config, self.tokenizer, tools), sampling
+                self.tokenizer,
+                lambda tools: turn_tokens(self.config, self.tokenizer, tools),
+                sampling,
             )
             await self._server.start(address)
 
@@ -144,6 +150,8 @@ class RolloutRunner:
             num_restarts += 1
             await asyncio.sleep(pause)
         self._count(rollout.outcome)
+        if self._may_have_feedback(rollout.outcome):
+            await _find_message_ends(rollout.parts)
         return rollout.samples(partial(decode, self.tokenizer, skip_special_tokens=False))
 
     async def _play(self, rollout: _Rollout | AgentRollout, key: str, is_alone: bool) -> HostFailure | None:
@@ -170,6 +178,12 @@ class RolloutRunner:
         finally:
             await self.pool.give_back(host)
         return None
+
+    def _may_have_feedback(self, outcome: Outcome) -> bool:
+        """Return whether teachers may use feedback on the rollout. That of reward functions is not known yet."""
+        sources = self._feedback_sources
+        has_own = ENVIRONMENT in sources and bool(outcome.feedback)
+        return outcome.failure is None and (has_own or not sources <= {ENVIRONMENT})
 
     def _count(self, outcome: Outcome) -> None:
         """Count a finished rollout. Lost and failed rollouts are counted separately."""
@@ -200,7 +214,7 @@ class _Rollout:
     def __init__(self, runner: RolloutRunner, request: RolloutRequest, sample: Sampler):
         self._runner, self._request, self._sample = runner, request, sample
         self._config, self._tokens = runner.config, runner.tokens
-        self._parts: list[Part] = []
+        self.parts: list[Part] = []
         self._messages: list[Mapping[str, Any]] = []
         """Messages in the whole rollout."""
         self._conversation: list[Mapping[str, Any]] = []
@@ -224,6 +238,7 @@ class _Rollout:
             turn = await self._sample_turn()
             step = await self._step(host, turn)
             self.outcome.turn_rewards.append(step["rewards"])
+            self.outcome.add_feedback(step["feedback"])
             if step["done"]:
                 return
             if turn["number"] + 1 == self._config.environment.max_turns:
@@ -262,19 +277,20 @@ class _Rollout:
 
     def _start_sample(
         self,
-        messages: Sequence[Message],
+        conversation: Sequence[Message],
         token_ids: Sequence[int],
         shown: Sequence[Message] | None = None,
     ) -> None:
-        """Start a sample with this context. `shown` are the messages to record, by default `messages`."""
-        self._parts.append(Part(Transcript(token_ids), "", self._messages))
-        self._conversation = list(messages)
-        self._messages += messages if shown is None else shown
+        """Start a sample with this context. `shown` are the messages to record, by default the conversation."""
+        find_message_end = partial(message_end, self._tokens.begin, tuple(conversation), token_ids)
+        self.parts.append(Part(Transcript(token_ids), "", self._messages, find_message_end=find_message_end))
+        self._conversation = list(conversation)
+        self._messages += conversation if shown is None else shown
 
     @property
     def _num_tokens_left(self) -> int:
         """Token limit for the next turn."""
-        rollout, transcript = self._config.rollout, self._parts[-1].transcript
+        rollout, transcript = self._config.rollout, self.parts[-1].transcript
         left = min(
             rollout.max_new_tokens - transcript.num_response_tokens, rollout.context_length - len(transcript.ids)
         )
@@ -282,7 +298,7 @@ class _Rollout:
 
     async def _sample_turn(self) -> dict[str, Any]:
         """Sample a turn and return the fields of the Turn that the environment receives."""
-        part, number = self._parts[-1], len(self.outcome.turn_rewards)
+        part, number = self.parts[-1], len(self.outcome.turn_rewards)
         transcript = part.transcript
         completion = await self._sample(transcript.ids, self._num_tokens_left, turn_seed(self._request.seed, number))
         context = transcript.ids[:]
@@ -326,18 +342,16 @@ class _Rollout:
             raise _ContextFull
         extend = self._raw_ids
         if not step["as_is"]:
-            extend = partial(self._tokens.extend, self._parts[-1].transcript.last_turn.token_ids.tolist())
+            extend = partial(self._tokens.extend, self.parts[-1].transcript.last_turn.token_ids.tolist())
         context_ids = await self._tokenize(extend, messages)
         if context_ids == []:
             raise HostFailure("the observation has no tokens. Fix: return text, or done=True")
         if context_ids is None:
             conversation = [*self._conversation, *messages]
             token_ids = await self._tokenize(self._tokens.begin, conversation)
-            self._messages += messages
-            self._start_sample([], token_ids)
-            self._conversation = conversation
+            self._start_sample(conversation, token_ids, messages)
             return
-        self._parts[-1].transcript.add_context(context_ids)
+        self.parts[-1].transcript.add_context(context_ids)
         self._add_messages(messages)
 
     async def _tokenize(self, tokenize: Callable[[Sequence[Message]], Ids], messages: Sequence[Message]) -> Ids:
@@ -359,7 +373,14 @@ class _Rollout:
 
     def samples(self, decode: Callable[[Sequence[int]], str]) -> list[Sample]:
         """Return one sample per sequence that has a turn."""
-        return self.outcome.samples(self._request.id, self._request.prompt, self._parts, decode)
+        return self.outcome.samples(self._request.id, self._request.prompt, self.parts, decode)
+
+
+async def _find_message_ends(parts: Sequence[Part]) -> None:
+    """Find the parts' `message_end` in a thread, because the event loop serves all rollouts."""
+    for part in parts:
+        if part.find_message_end is not None:
+            part.message_end = await asyncio.to_thread(part.find_message_end)
 
 
 class _ContextFull(Exception):

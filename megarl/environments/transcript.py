@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -121,12 +121,15 @@ def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
 @dataclass(slots=True)
 class Part:
     """One token sequence of a rollout, which becomes a sample: the text of its last turn, including tool calls, the
-    conversation for display, and its turns, each as its index within the rollout and the hash of its state."""
+    conversation for display, and its turns, each as its index within the rollout and the hash of its state.
+    `message_end`: as in Episode. `find_message_end` finds it by rendering the prompt twice; None: it is unknown."""
 
     transcript: Transcript
     text: str
     messages: Sequence[Mapping[str, Any]]
     turns: list[tuple[int, int]] = field(default_factory=list)
+    find_message_end: Callable[[], int | None] | None = None
+    message_end: int | None = None
 
     @property
     def first_turn(self) -> int:

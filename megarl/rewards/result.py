@@ -44,7 +44,7 @@ class Result:
         kind: kind of failure, if the call failed.
         stack: stack trace of the exception in the user's code, if it raised one.
         issues: problems that the response caused.
-        feedback: text for a teacher; see `Teacher.feedback`.
+        feedback: text for teachers; see `Teacher.feedback`.
     """
 
     value: float | list[float] | None

@@ -66,7 +66,7 @@ def append_rollouts(
 
     Args:
         texts_of: returns the text of each token in a text sample, or None.
-        feedback: the feedback that reward functions returned, by sample id and function.
+        feedback: the feedback on samples, by sample id and source.
     """
     images = write_images(path, scored)
     rows = (

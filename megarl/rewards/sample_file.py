@@ -151,9 +151,10 @@ class _Decoder:
         return dict(value[ITEMS]) if ITEMS in value else value
 
     def _instance(self, kind: type, values: dict[str, Any]) -> Any:
-        for name, hint in _hints(kind).items():
-            if not _matches(values[name], hint):
-                raise ValueError(f"{kind.__name__}.{name} has the type {type(values[name]).__name__}")
+        hints = _hints(kind)
+        for name, value in values.items():  # files of older versions lack newer fields, which have defaults
+            if not _matches(value, hints[name]):
+                raise ValueError(f"{kind.__name__}.{name} has the type {type(value).__name__}")
         return kind(**values)
 
 

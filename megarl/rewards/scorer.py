@@ -11,7 +11,7 @@ from megarl.core.episode import LOST, Episode
 from megarl.core.errors import UserError
 from megarl.core.latents import AnySample
 from megarl.core.sample import Sample
-from megarl.core.score import RewardPart, Score, TokenTotals
+from megarl.core.score import ENVIRONMENT, RewardPart, Score, TokenTotals
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.process import on_turns, together, turn_ends
@@ -19,9 +19,6 @@ from megarl.rewards.result import UNRATED, WORST_RATING, Result
 
 MODEL = "reward_model"
 """Name of the reward model's reward component."""
-
-ENVIRONMENT = "environment"
-"""Name of the environment's reward component."""
 
 LARGEST = 3.4e38
 """Maximum absolute value of a reward. The trainer computes in float32, and squares of much larger rewards would

@@ -26,6 +26,7 @@ from megarl.rewards.registry import FUNCTIONS, column_parameters, from_file, res
 from megarl.rewards.result import Rating
 from megarl.sandbox.choice import find_provider
 from megarl.usercode.failures import kind_of
+from megarl.usercode.feedback import split_feedback
 from megarl.usercode.parent import connect, send
 
 NUM_ARGUMENTS = 3
@@ -36,9 +37,6 @@ MAX_SHOWN = 100
 
 MAX_STACK = 4000
 """Maximum number of characters of a stack trace."""
-
-MAX_FEEDBACK = 32_000
-"""Maximum number of characters of the feedback on a sample. Longer texts lose their end."""
 
 SANDBOX = "sandbox"
 """Parameter that receives the sandbox provider instead of a data column."""
@@ -218,14 +216,18 @@ def _return_value(function: Callable[..., Any], arguments: Sequence[Any], keywor
 def _result(value: Any) -> dict[str, Any]:
     """Return the Result fields for the value that a function returned for one sample: a reward, or a dict with the keys
     `reward` and `feedback`."""
-    if isinstance(value, dict) and value.keys() == {"reward", "feedback"} and isinstance(value["feedback"], str | None):
-        return {**_result(value["reward"]), "feedback": (value["feedback"] or "")[:MAX_FEEDBACK]}
+    try:
+        value, feedback = split_feedback(value)
+    except TypeError as error:
+        return _failure(error)
+    extra: dict[str, Any] = {"feedback": feedback} if feedback else {}
     if isinstance(value, list | tuple):
         values = [_number(item) for item in value]
-        return {"value": None if None in values else values, "returned": f"a list of {len(value)}"}
-    issues = {"issues": value.issues} if isinstance(value, Rating) else {}
+        return {"value": None if None in values else values, "returned": f"a list of {len(value)}", **extra}
+    if isinstance(value, Rating):
+        extra["issues"] = value.issues
     value, kind = _number(value), type(value).__name__
-    return {"value": value, "returned": kind if value is None else str(value), **issues}
+    return {"value": value, "returned": kind if value is None else str(value), **extra}
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Rollouts:
         sampled: all samples, by prompt.
         chosen: the samples that the step trains on, by prompt.
         process_rewards: references to per-token rewards; empty without any.
-        feedback: references to prompts with feedback on the samples, int32 [P], by reward function.
+        feedback: references to prompts with feedback on the samples, int32 [P], by teacher and sample id.
         solve_rates: fraction of solved rollouts, by prompt id, for prompts with a scored sample.
         record: the step's record in the sample ledger.
     """

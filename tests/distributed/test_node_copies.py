@@ -61,7 +61,7 @@ def files_of(rank: int, folder: Path) -> dict[str, bytes]:
 def copy(worker: ActorWorker, step: int, folder: Path, keepers: Sequence[int]) -> tuple[str, str]:
     """Copy the state after `step`, deliver the copy to its keeper, and return the problems of both."""
     worker.copy_state(step, folder)
-    worker.deliver_copies(step, folder, keepers)
+    worker.start_delivery(step, folder, keepers)
     problems = worker.finish_copies(waits=True)
     assert problems is not None
     return problems
@@ -157,7 +157,7 @@ def deliver_to_full_memory(store, rank: int, config: Config, model: Path, root: 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(os, "posix_fallocate", full)
-        worker.deliver_copies(1, folder, keepers(nodes))
+        worker.start_delivery(1, folder, keepers(nodes))
         problems.append(worker.finish_copies(waits=True))
     with pytest.MonkeyPatch.context() as patch:
         worker.copy_state(2, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -44,9 +45,17 @@ EVALUATION = (
 )
 
 
+WITH_FEEDBACK = (
+    "teachers.models=[{name: t, feedback: environment}]",
+    "algorithm.distillation={placement: loss, coefficient: 0.1}",
+)
+"""The policy learns from itself with the environment's feedback."""
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    return train(tmp_path_factory.mktemp("environments"), "environment.options={marks: '?'}", EVALUATION)
+    overrides = "environment.options={marks: '?'}", EVALUATION, *WITH_FEEDBACK
+    return train(tmp_path_factory.mktemp("environments"), *overrides)
 
 
 def train(folder: Path, *overrides: str) -> Path:
@@ -126,6 +135,39 @@ def test_engine_logprobs_equal_transformers(run):
         for start, said, logprobs in turns_of(run, row):
             expected = logprobs.gather(1, said[:, None])[:, 0].tolist()
             assert row["rollout_logprobs"][start : start + len(said)] == pytest.approx(expected, abs=2e-4)
+
+
+def test_teacher_sees_the_feedback_of_the_environment(run):
+    """The metric equals the mean of log p − log p_t of transformers. The teacher sees the feedback in the prompts of
+    all samples of the rollouts that have not failed, including those after a restart."""
+    tokenizer = AutoTokenizer.from_pretrained(run.parents[1] / "model")
+    model = AutoModelForCausalLM.from_pretrained(run.parents[1] / "model")
+    differences = []
+    for row in rows_of(run):
+        if row["step"] > 1 or "feedback" not in row:
+            assert row["step"] > 1 or row["stop_reason"] == "failed"
+            continue
+        feedback = row["feedback"]["environment"]
+        assert re.fullmatch(r"No, \d+\.", feedback)
+        before = row["prompt"].removesuffix("<eos><|assistant|>")
+        prompts = row["prompt"], f"{before}\n\n{feedback}<eos><|assistant|>"
+        mask = [k % 2 == 0 for k, length in enumerate(row["mask"]) for _ in range(length)]
+        own, with_feedback = (
+            logprobs_after(model, tokenizer(prompt)["input_ids"], row["response_ids"])[: len(mask)][mask]
+            for prompt in prompts
+        )
+        differences.append(own - with_feedback)
+    assert len(differences) == 4 * (1 + 2 + 1)
+    expected = torch.cat(differences).mean().item()
+    assert abs(expected) > 1e-4
+    assert metrics_of(run)[1]["kl/teacher_t"] == pytest.approx(expected, rel=1e-2, abs=1e-5)
+
+
+def logprobs_after(model: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Return the log-probs of the response's tokens after the prompt, [R]."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
 def turns_of(run: Path, row: dict) -> list[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -21,7 +21,7 @@ class Echo(Environment):
             raise KeyError("broken world")
         reward = {"digits": digits / max(1, len(turn.text)), "bonus": 0.25}
         if turn.number == 2:
-            return Step(reward=reward, done=True)
+            return Step(reward={"reward": reward, "feedback": f"No, {digits}."}, done=True)
         if self._mode == "restarts" and turn.number == 0:
             return Step([{"role": "user", "content": f"{digits}{self._marks}"}], reward, restart=True)
         return Step(f"{digits}{self._marks}", reward, as_is=self._mode == "as_is")

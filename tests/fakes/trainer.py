@@ -133,7 +133,7 @@ class FakeTrainer:
     def discard_copies(self, folder: Path) -> None:
         """Do nothing, because a new copy overwrites an old one."""
 
-    def deliver_copies(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
+    def start_delivery(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
         """Deliver the copy to all ranks."""
         for rank, weights in enumerate(self._gathered(self._weights)):
             if rank != self._rank:

@@ -31,7 +31,7 @@ from megarl.models.run_models import ModelFolders
 from megarl.models.tokenizer import load_decoder
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
-from megarl.rewards.feedback import FeedbackPrompts
+from megarl.rewards.feedback import FeedbackPrompts, feedback_on
 from megarl.rewards.finished_files import GroupFile
 from megarl.rewards.finished_groups import FinishedGroups
 from megarl.rewards.model_judge import ModelJudge
@@ -89,9 +89,8 @@ class RewardWorker:
         self._pool = function_pool(config, num_processes)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
         self._evaluation = EvaluationScorer(config, num_processes)
-        models_with_feedback = config.teachers.models if config.teachers_see_feedback else []
-        functions = [teacher.feedback for teacher in models_with_feedback if teacher.feedback is not None]
-        self._feedback = FeedbackPrompts(dict.fromkeys(functions), config.data, models.actor)
+        teachers = config.teachers.models if config.teachers_see_feedback else []
+        self._feedback = FeedbackPrompts(teachers, config.data, models.actor)
         self._reader: Reader | ModelJudge | None = None
         folder = models.reward_model
         if folder is not None and config.reward_model.judges:
@@ -173,11 +172,8 @@ class RewardWorker:
         required = require_ratings([score for score, _ in scores])
         scored = list(zip(samples, required, strict=True))
         await self._finished.written(samples)
-        feedback = {
-            sample.id: {name: result.feedback for name, result in results.items() if result.feedback}
-            for sample, results in ((sample, by_rollout[sample.rollout_id]) for sample in judged)
-        }
-        await asyncio.to_thread(self._feedback.note, judged, feedback)
+        feedback = {sample.id: feedback_on(sample, by_rollout.get(sample.rollout_id, {})) for sample in samples}
+        await asyncio.to_thread(self._feedback.note, samples, feedback)
         await asyncio.to_thread(append_rollouts, rollouts, step, scored, self._token_texts, feedback)
         by_token = {
             sample.id: token_rewards
@@ -187,8 +183,8 @@ class RewardWorker:
         return required, put_scores(by_token)
 
     def take_feedback(self) -> dict[str, Scores]:
-        """Return references to prompts with feedback on the samples scored since the last call, int32 [P], by
-        function."""
+        """Return references to prompts with feedback on the samples scored since the last call, int32 [P], by teacher
+        and sample id."""
         return {name: put_scores(prompts) for name, prompts in self._feedback.take().items()}
 
     async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
@@ -362,8 +358,8 @@ class RewardGroup(WorkerGroup):
         return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path))
 
     def take_feedback(self) -> Pending[dict[str, Scores]]:
-        """Return references to prompts with feedback on the samples scored since the last call, int32 [P], by reward
-        function."""
+        """Return references to prompts with feedback on the samples scored since the last call, int32 [P], by teacher
+        and sample id."""
         return self._take_feedback.on_first()
 
     def evaluate(self, samples: Sequence[SampleRef], name: str, version: int, file: Path) -> Pending[list[Score]]:

@@ -1,4 +1,4 @@
-"""Teachers: frozen language models in Megatron or in vLLM, and the policy or the reference with privileged prompts."""
+"""Teachers: frozen language models in Megatron or vLLM, and the policy or reference with privileged prompts."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ScoredPrompts:
     Attributes:
         names: ids of the prompts; None: all prompts.
         privileged: prompt id -> token ids that replace the prompt's for the teacher, int32 [P]; None: the teacher sees
-            the prompt itself.
-        checksums: prompt id -> checksum of the prompt's own token ids; None without privileged prompts.
-        context_length: maximum number of tokens in a sample whose prompt is replaced; 0 before `select`.
+            the prompt itself, or the feedback on each sample.
+        checksums: prompt id -> checksum of the prompt's own token ids; None without a prompt column.
+        context_length: maximum number of tokens in a sample whose prompt is replaced; 0 before the data is known.
     """
 
     teacher: Teacher
@@ -52,6 +52,8 @@ class ScoredPrompts:
 
     @classmethod
     def of(cls, teacher: Teacher, data: PromptSet, config: Config) -> ScoredPrompts:
+        """Return the prompts that the teacher scores: rows from its sources and, if it has a prompt column, rows with a
+        value in it."""
         source_column, names, prompts = config.data.source_column, None, data.prompts
         if teacher.sources is not None and source_column is not None:
             prompts = [prompt for prompt in prompts if teacher.applies_to(prompt.columns[source_column])]
@@ -68,19 +70,18 @@ class ScoredPrompts:
             config.rollout.context_length,
         )
 
-    def chosen(
+    def select_samples(
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> tuple[list[SampleRef], dict[str, Replacement]]:
         """Return the samples that the teacher scores, and the token ids that replace their prompts, by sample id; empty
         if the teacher sees the samples' own prompts. Omit samples that would exceed rollout.context_length with the
-        replaced prompt. If the teacher sees feedback, also omit samples without feedback. If it sees privileged
-        prompts, omit samples that do not start with the row's prompt, and raise a UserError if the first sample of a
-        rollout does not start with it. `feedback`: references to prompts with feedback, int32 [P], by reward function
-        and sample id."""
+        privileged prompt. If the teacher sees feedback, also omit samples without feedback. If it has a prompt column,
+        omit samples that do not start with the row's prompt, and raise a UserError if the first sample of a rollout
+        does not start with it. `feedback`: references to prompts with feedback, int32 [P], by teacher and sample id."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
         privileged: dict[str, Replacement] = {}
         if self.teacher.feedback is not None:
-            given = feedback.get(self.teacher.feedback, {})
+            given = feedback.get(self.teacher.name, {})
             privileged = {sample.id: given[sample.id] for sample in own if sample.id in given}
         elif self.privileged is not None:
             privileged = {item.id: self.privileged[item.prompt_id] for item in own if self._starts_with_prompt(item)}
@@ -94,7 +95,7 @@ class ScoredPrompts:
     ) -> list[RankBatch]:
         """Return each data-parallel rank's batch for a pass over the samples that the teacher scores; empty if there
         are none."""
-        own, privileged = self.chosen(samples, feedback)
+        own, privileged = self.select_samples(samples, feedback)
         if not privileged:
             return RankBatch.split(own, packing) if own else []
         return RankBatch.split_privileged(own, packing, privileged)
@@ -129,22 +130,18 @@ class TeacherGroup(RankGroup):
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
         super().__init__(session, _config_of(config, teacher), "teachers", folder, processes)
         self.role, self.scores = f"teacher {teacher.name}", teacher.scores
-        self._prompts = ScoredPrompts(teacher)
+        self.prompts = ScoredPrompts(teacher)
 
     @remote(timeout="passes", join=join_by_sample)
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
-
-    def select(self, data: PromptSet, config: Config) -> None:
-        """Restrict the teacher to rows from its sources, and store its privileged prompts."""
-        self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
 
     def score_tokens(
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> Pending[Scores]:
         """Score the samples of the teacher's prompts. Return sample id -> log-prob of each response token, float32 [R],
         final hidden states, [R, h], or most probable tokens. See TeacherWorker.score_tokens. `feedback`: as in
-        ScoredPrompts.chosen."""
-        batches = self._prompts.batches(samples, self.packing, feedback)
+        ScoredPrompts.select_samples."""
+        batches = self.prompts.batches(samples, self.packing, feedback)
         return self._score_tokens.on_each(self._by_rank(batches)) if batches else ready({})
 
 
@@ -181,17 +178,13 @@ class TeacherEngineGroup(ScoringEngineGroup):
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
         self.role, self.scores = f"{teacher.name} teacher", teacher.scores
         super().__init__(session, _config_of(config, teacher), folder, processes, "teachers")
-        self._prompts = ScoredPrompts(teacher)
-
-    def select(self, data: PromptSet, config: Config) -> None:
-        """See TeacherGroup.select."""
-        self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
+        self.prompts = ScoredPrompts(teacher)
 
     def score_tokens(
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> Pending[Scores]:
         """Return the log-probs or the most probable tokens as in TeacherGroup.score_tokens."""
-        own, privileged = self._prompts.chosen(samples, feedback)
+        own, privileged = self.prompts.select_samples(samples, feedback)
 
         def start(actor: ActorHandle, part: Sequence[SampleRef]) -> ray.ObjectRef:
             replacements = {item.id: privileged[item.id] for item in part} if privileged else {}
@@ -214,18 +207,14 @@ class SelfTeacher:
 
     def __init__(self, teacher: Teacher, actor: TrainerGroup):
         self.scores, self._actor = teacher.scores, actor
-        self._prompts = ScoredPrompts(teacher)
-
-    def select(self, data: PromptSet, config: Config) -> None:
-        """Restrict the teacher to rows from its sources that have a privileged prompt."""
-        self._prompts = ScoredPrompts.of(self._prompts.teacher, data, config)
+        self.prompts = ScoredPrompts(teacher)
 
     def score_tokens(
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> Pending[Scores]:
         """Return the scores as in TeacherGroup.score_tokens. The actor's weights must be on its devices."""
-        batches = self._prompts.batches(samples, self._actor.packing, feedback)
-        return self._actor.score_as_teacher(self._prompts.teacher.name, batches) if batches else ready({})
+        batches = self.prompts.batches(samples, self._actor.packing, feedback)
+        return self._actor.score_as_teacher(self.prompts.teacher.name, batches) if batches else ready({})
 
 
 def scores_in_turn(
@@ -234,5 +223,5 @@ def scores_in_turn(
     feedback: Mapping[str, Scores] = MappingProxyType({}),
 ) -> dict[str, Scores]:
     """Return each teacher's scores keyed by Teacher.scores. Teachers share devices, so they run one after another.
-    `feedback`: as in ScoredPrompts.chosen."""
+    `feedback`: as in ScoredPrompts.select_samples."""
     return {teacher.scores: teacher.score_tokens(samples, feedback).result() for teacher in teachers}

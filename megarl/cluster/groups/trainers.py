@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
 from megarl.cluster.departures import DeviceState
-from megarl.cluster.groups.ranks import RankActor, RankGroup
+from megarl.cluster.groups.copies import CopyingGroup, CopyingRank
 from megarl.cluster.groups.remote import remote, share
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import RankBatch, Scores, Updates, join_by_sample, join_named_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
-from megarl.cluster.supervision.scratch import make_memory_folder, own_scratch
+from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.model_schema import Lora, Role
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
-from megarl.core.copy_files import slot_of
-from megarl.core.errors import InfrastructureFailure
-from megarl.core.files import DISK_FULL
 from megarl.core.latents import VelocityInput
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.score import TokenTotals
@@ -54,35 +51,9 @@ T = TypeVar("T")
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 """The parts of a model's state that a key `offload` may name."""
 
-READ_ONLY_METHODS = {"prepare_refit", "send", "checksums", "deliver_copies", "finish_copies"}
-"""Methods that a rank may run while a thread copies its state, because they neither change nor move it. Without
-`examine_device`, whose speed probe must not compete with the copy. It does not stall the step, because it runs before
-the copy begins."""
 
-
-class TrainerRank(RankActor):
+class TrainerRank(CopyingRank):
     """One rank that trains a model. Its worker is a TrainerWorker."""
-
-    def copy_room(self) -> tuple[int, int]:
-        """Return, in bytes, the size of this rank's copies in shared memory, and the free shared memory on its node."""
-        return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
-
-    def _find(self, method: str) -> Callable[..., Any]:
-        if self._worker is not None and method not in READ_ONLY_METHODS:
-            self._worker.wait_for_copy()
-        return super()._find(method)
-
-    def copy_state(self, step: int) -> str:
-        return _unless_full(lambda: self._worker.copy_state(step, make_memory_folder(own_scratch())))
-
-    def deliver_copies(self, step: int, keepers: Sequence[int]) -> None:
-        self._worker.deliver_copies(step, make_memory_folder(own_scratch()), keepers)
-
-    def discard_copies(self) -> None:
-        self._worker.discard_copies(make_memory_folder(own_scratch()))
-
-    def restore_state(self, step: int, keepers: Sequence[int]) -> None:
-        self._worker.restore_state(step, make_memory_folder(own_scratch()), keepers)
 
     def examine_device(self) -> DeviceState:
         return DeviceState(device.error_counts(), device.probe_seconds())
@@ -142,24 +113,6 @@ class TrainerActor(TrainerRank):
     """A TrainerRank as a Ray actor."""
 
 
-@ray.remote(num_cpus=0, max_retries=0)
-def _ranks_with_copy(names: Sequence[str], step: int) -> set[str]:
-    """Return the names of the ranks whose copies after `step` are on this task's node."""
-    folder = make_memory_folder(own_scratch())
-    return {name for name in names if slot_of(folder, name, step) is not None}
-
-
-def _unless_full(copy: Callable[[], None]) -> str:
-    """Run `copy`. Return "", or the reason if shared memory cannot hold the copy. The run continues without it."""
-    try:
-        copy()
-    except (InfrastructureFailure, OSError) as failure:
-        if isinstance(failure, OSError) and failure.errno not in DISK_FULL:
-            raise
-        return str(failure)
-    return ""
-
-
 def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tuple[Scores, dict[str, TokenTotals]]:
     return join_by_sample([scores for scores, _ in parts]), join_by_sample([totals for _, totals in parts])
 
@@ -167,18 +120,6 @@ def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tupl
 def _first_result(parts: Sequence[list[T]]) -> list[T]:
     """Return the result of the first replica. The other ranks' results are equal or empty."""
     return next(part for part in parts if part)
-
-
-def _first_problem(parts: Sequence[str]) -> str:
-    return next(filter(None, parts), "")
-
-
-def _first_problems(parts: Sequence[tuple[str, str] | None]) -> tuple[str, str] | None:
-    finished = [part for part in parts if part is not None]
-    if len(finished) < len(parts):
-        return None
-    copied, delivered = map(_first_problem, zip(*finished, strict=True))
-    return copied, delivered
 
 
 def _join_files(parts: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
@@ -193,15 +134,14 @@ def _add_checksums(parts: Sequence[Mapping[Region, Checksum]]) -> dict[Region, C
     return whole
 
 
-class TrainerGroup(RankGroup):
+class TrainerGroup(CopyingGroup):
     """All ranks that train one model. Arguments named `updates` hold each update's batches, one per data-parallel
     rank."""
 
     actor_class, title = TrainerActor, "TrainerActor"
 
     def __init__(self, session: Session, config: Config, role: Role, model_folder: Path, processes: Sequence[Process]):
-        super().__init__(session, config, role, model_folder, processes, config.cluster.replace_ranks)
-        self._worker_role = role  # names the files of checkpoints and copies
+        super().__init__(session, config, role, model_folder, processes)
         self.offloads = frozenset(config.placed(role).offload)
         self._model_folder, lora = model_folder, config.placed(role).adapters
         self._exports_adapters = lora if lora is not None and lora.export == "adapters" else None
@@ -300,36 +240,6 @@ class TrainerGroup(RankGroup):
     @remote(timeout="refit", join=_add_checksums)
     def _checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> dict[Region, Checksum]: ...
 
-    @remote(timeout="checkpoint")
-    def copy_room(self) -> tuple[int, int]:
-        """Return, in bytes, the size of each rank's copies in shared memory, and the free shared memory on its node."""
-        ...
-
-    @remote(timeout="checkpoint", join=_first_problem)
-    def copy_state(self, step: int) -> str:
-        """Start copying each rank's state after `step` to its node's shared memory, from which a replacement process
-        can restore it. The result is "" or describes a rank whose node's shared memory is full. The next call on a rank
-        waits until its state is copied, unless the method is in READ_ONLY_METHODS."""
-        ...
-
-    @remote(timeout="checkpoint")
-    def deliver_copies(self, step: int, keepers: Sequence[int]) -> None:
-        """Start delivering each rank's copy of the state after `step` to its keeper. See core.partners.keepers."""
-
-    @remote(timeout="checkpoint", join=_first_problems)
-    def finish_copies(self, waits: bool) -> tuple[str, str] | None:
-        """Return the results of the latest copies and of their delivery, each as in `copy_state`. If any are
-        incomplete, wait for them or, unless `waits`, return None."""
-        ...
-
-    @remote(timeout="checkpoint")
-    def discard_copies(self) -> None:
-        """Discard all copies of the model."""
-
-    @remote(timeout="checkpoint")
-    def restore_state(self, step: int, keepers: Sequence[int]) -> None:
-        """Restore the state after `step` from copies made by earlier processes of these ranks."""
-
     @remote(timeout="update")
     def examine_device(self) -> DeviceState:
         """Return the state of each rank's device."""
@@ -359,19 +269,6 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="checkpoint")
     def _write_part(self, plan: CompactPlan, folder: Path) -> None: ...
-
-    def holds_copies(self, step: int) -> bool:
-        """Return whether each rank's copy after `step` is complete on a node that is not lost. A node that is lost
-        during the call counts as one without copies. No rank may be running: see `kill`."""
-        lost = self._session.members.lost()
-        placed = {p.node.number: p for p in self._processes if p.node.number not in lost}
-        names = [f"{self._worker_role}-{process.index}" for process in self._processes]
-        calls = {
-            f"node {number}": _ranks_with_copy.options(scheduling_strategy=self._session.node_of(p)).remote(names, step)
-            for number, p in placed.items()
-        }
-        answers = self._session.submit(calls, f"{self.role} copies", "start", may_fail=list(calls)).result()
-        return len(set().union(*answers.values.values())) == len(self._processes)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
         """Verify the checkpoint's files, then load it on all ranks. Raise UserError if a file is corrupt."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megarl.config.model_schema import Layout, Teacher
 from megarl.config.schema import Config
+from megarl.core.score import ENVIRONMENT
 
 
 def teachers_have_distinct_names(config: Config) -> Iterator[str]:
@@ -65,8 +66,8 @@ def teachers_without_a_path_see_another_prompt(config: Config) -> Iterator[str]:
             yield (
                 f"teachers.models: {teacher.name} with path=null, prompt_column=null and feedback=null: the teacher "
                 "would see the same prompts as the actor. Fix: set path, set prompt_column to a column with prompts "
-                "that contain a hint, or set feedback to a reward function. For a KL to the reference, set "
-                "algorithm.kl.coefficient"
+                "that contain a hint, or set feedback to a reward function or to environment. For a KL to the "
+                "reference, set algorithm.kl.coefficient"
             )
 
 
@@ -84,39 +85,60 @@ def keys_of_a_teacher_have_an_effect(config: Config) -> Iterator[str]:
             )
 
 
-def feedback_comes_from_a_reward_function(config: Config) -> Iterator[str]:
-    names = [entry.label for entry in config.rewards.functions]
+def feedback_has_a_source(config: Config) -> Iterator[str]:
+    names = [entry.label for entry in config.rewards.functions] + [ENVIRONMENT] * config.has_environment
     for teacher in config.teachers.models:
-        if teacher.feedback is not None and teacher.feedback not in names:
-            fix = f"use one of {', '.join(names)}" if names else f"add {teacher.feedback} to rewards.functions"
+        sources = teacher.feedback or ()
+        for repeated in [name for name in names if sources.count(name) > 1][:1]:
             yield (
-                f"teachers.models: {teacher.name} with feedback={teacher.feedback}: rewards.functions has no function "
-                f"with this name. Fix: {fix}"
+                f"teachers.models: {teacher.name} with feedback={_names(sources)}: {repeated} is listed more than "
+                "once. Fix: list each source once"
             )
+        for unknown in [name for name in sources if name not in names][:1]:
+            problem, fix = "rewards.functions has no function with this name", f"add {unknown} to rewards.functions"
+            if unknown == ENVIRONMENT:
+                problem, fix = "environment.class=null", "set environment.class"
+            others = f", or use one of {', '.join(names)}" if names else ""
+            yield f"teachers.models: {teacher.name} with feedback={unknown}: {problem}. Fix: {fix}{others}"
 
 
 def feedback_is_the_only_addition(config: Config) -> Iterator[str]:
     for teacher in config.teachers.models:
         if teacher.feedback is not None and teacher.prompt_column is not None:
             yield (
-                f"teachers.models: {teacher.name} with feedback={teacher.feedback} and prompt_column="
+                f"teachers.models: {teacher.name} with feedback={_names(teacher.feedback)} and prompt_column="
                 f"{teacher.prompt_column}: feedback is appended to the row's own prompt. Fix: remove one of the two "
                 "keys, or use a separate teacher for each"
             )
 
 
-def feedback_is_on_single_responses(config: Config) -> Iterator[str]:
+def feedback_is_on_sampled_responses(config: Config) -> Iterator[str]:
     teacher = next((teacher for teacher in config.teachers.models if teacher.feedback is not None), None)
-    reasons = {
-        f"data.format={config.data.format}": config.is_offline,
-        f"environment.class={config.environment.name}": config.has_environment,
-    }
-    reason = next((key for key, applies in reasons.items() if applies), None)
-    if teacher is not None and reason is not None:
+    if teacher is not None and teacher.feedback is not None and config.is_offline:
         yield (
-            f"teachers.models: {teacher.name} with feedback={teacher.feedback}: with {reason}, reward functions do not "
-            f"score single responses to the row's prompt. Fix: remove feedback from {teacher.name}"
+            f"teachers.models: {teacher.name} with feedback={_names(teacher.feedback)}: responses are not sampled with "
+            f"data.format={config.data.format}, so there is no feedback on them. Fix: {_remove('feedback', teacher)}"
         )
+
+
+def additions_to_prompts_are_text(config: Config) -> Iterator[str]:
+    for teacher in config.teachers.models if config.data.image_column is not None else ():
+        additions = {"feedback": teacher.feedback and _names(teacher.feedback), "prompt_column": teacher.prompt_column}
+        for key, value in additions.items():
+            if value is not None:
+                yield (
+                    f"teachers.models: {teacher.name} with {key}={value}: not supported for prompts with images "
+                    f"(data.image_column={config.data.image_column}). Fix: {_remove(key, teacher)}"
+                )
+
+
+def _remove(key: str, teacher: Teacher) -> str:
+    """Return the remedy for a key that must not be set. A teacher without a path needs one of these keys."""
+    return f"remove the teacher {teacher.name}" if teacher.path is None else f"remove {key} from {teacher.name}"
+
+
+def _names(feedback: Sequence[str]) -> str:
+    return feedback[0] if len(feedback) == 1 else f"[{', '.join(feedback)}]"
 
 
 def teachers_in_vllm_have_their_own_model(config: Config) -> Iterator[str]:
@@ -173,7 +195,7 @@ def prompt_columns_require_rows_of_files(config: Config) -> Iterator[str]:
     if config.is_offline:
         yield (
             f"{_with_column(teacher)}: with data.format={config.data.format}, teachers see the rows' own prompts. Fix: "
-            f"remove prompt_column from {teacher.name}"
+            f"{_remove('prompt_column', teacher)}"
         )
     elif config.data.is_procedural:
         yield (
@@ -278,9 +300,10 @@ RULES = (
     teachers_have_distinct_names,
     teachers_without_a_path_see_another_prompt,
     keys_of_a_teacher_have_an_effect,
-    feedback_comes_from_a_reward_function,
+    feedback_has_a_source,
     feedback_is_the_only_addition,
-    feedback_is_on_single_responses,
+    feedback_is_on_sampled_responses,
+    additions_to_prompts_are_text,
     prompt_columns_require_rows_of_files,
     prompt_columns_require_checked_rollouts,
     teachers_in_vllm_have_their_own_model,

@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Protocol
 
 from megarl.core.completion import Completion
+from megarl.environments.message_end import message_end
 from megarl.environments.sessions.messages import Message, canonical
 from megarl.environments.states import state_of
 from megarl.environments.transcript import Part, Transcript
@@ -65,12 +67,14 @@ class _OpenSample:
     Attributes:
         inherited: messages of the earlier sample whose token ids this sequence starts with, if any.
         is_reserved: whether its next turn is being sampled.
+        find_message_end: as in Part.
     """
 
     ids: list[int]
     turns: list[Turn] = field(default_factory=list)
     inherited: tuple[Message, ...] = ()
     is_reserved: bool = False
+    find_message_end: Callable[[], int | None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +101,7 @@ class TurnLimit(Exception):
 
 
 class Recording:
-    """The token sequences of one session."""
+    """Token sequences of one session."""
 
     def __init__(self) -> None:
         self._samples: list[_OpenSample] = []
@@ -120,7 +124,10 @@ class Recording:
         async with self._reserving:
             if self.num_turns >= max_turns:
                 raise TurnLimit
-            return await self._reserve(tokens, keys, messages)
+            slot = await self._reserve(tokens, keys, messages)
+            if not slot._sample.turns:
+                slot._sample.find_message_end = partial(message_end, tokens.begin, messages, slot.ids)
+            return slot
 
     async def _reserve(self, tokens: Tokens, keys: Sequence[bytes], messages: Sequence[Message]) -> TurnSlot:
         for length in range(len(messages), 0, -1):
@@ -196,20 +203,21 @@ class Recording:
             while turns and not turns[-1].is_delivered:
                 turns.pop()
             if turns:
-                recorded.append(_part(sample.inherited, turns))
+                recorded.append(_part(sample, turns))
         return sorted(recorded, key=lambda part: part.first_turn)
 
 
-def _part(inherited: Sequence[Message], turns: Sequence[Turn]) -> Part:
+def _part(sample: _OpenSample, turns: Sequence[Turn]) -> Part:
+    """Return the sample as a Part that contains only these turns."""
     transcript = Transcript(turns[0].context_ids)
-    messages = [*inherited]
+    messages = [*sample.inherited]
     for turn in turns:
         if transcript.num_turns:
             transcript.add_context(turn.context_ids)
         transcript.add_turn(turn.completion)
         messages += [*turn.context, turn.message]
     states = [(turn.number, state_of(turn.context)) for turn in turns]
-    return Part(transcript, turns[-1].text, tuple(messages), states)
+    return Part(transcript, turns[-1].text, tuple(messages), states, sample.find_message_end)
 
 
 def _prefix_keys(tools_key: str, messages: Sequence[Message]) -> list[bytes]:

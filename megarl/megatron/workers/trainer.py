@@ -266,7 +266,7 @@ class TrainerWorker(WeightSource, ABC):
         if self._copies is not None:
             self._copies.wait_for_copy()
 
-    def deliver_copies(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
+    def start_delivery(self, step: int, folder: Path, keepers: Sequence[int]) -> None:
         """Start delivering the copy of the state after `step` to its keeper on another node. See NodeCopies.deliver."""
         self._copies_in(folder).deliver(step, keepers)
 

@@ -67,7 +67,7 @@ class Group:
     def copy_state(self, step: int) -> Pending[str]:
         return self._note(f"copy {step}", self.problem)
 
-    def deliver_copies(self, step: int, keepers: Sequence[int]) -> Pending[None]:
+    def start_delivery(self, step: int, keepers: Sequence[int]) -> Pending[None]:
         self.delivered = self.undelivered
         return self._note(f"deliver {step}" + describe(keepers))
 

@@ -57,6 +57,15 @@ def test_engines_and_layouts_of_teachers_may_change() -> None:
     assert len(violations(weighted, given=[plain])) == 1
 
 
+def test_feedback_may_be_saved_as_text() -> None:
+    shown, other = (f"teachers.models=[{{name: t, feedback: {name}}}]" for name in ("exact_match", "boxed"))
+    functions = "rewards.functions=[{function: exact_match}, {function: boxed}]"
+    saved = config(shown, functions).model_dump()
+    saved["teachers"]["models"][0]["feedback"] = "exact_match"
+    assert violations(shown, functions, saved=saved) == []
+    assert len(violations(other, functions, saved=saved)) == 1
+
+
 @pytest.mark.parametrize(
     ("override", "now", "then"),
     [

@@ -34,7 +34,9 @@ class Delegator(Agent):
         await self._fail(fault)
         checked = await ask(base_url, api_key, ("system", "You check."), ("user", messages[-1][1]))
         answer = await ask(base_url, api_key, *messages, ("user", checked))
-        return None if fault == "no reward" else {"length": float(len(answer)), "bonus": self._bonus}
+        if fault == "no reward":
+            return {"reward": None, "feedback": "Not rewarded."}
+        return {"length": float(len(answer)), "bonus": self._bonus}
 
     async def _fail(self, fault: str) -> None:
         if fault == "raise":

@@ -24,13 +24,16 @@ AGENTS = Path(__file__).with_name("agents.py")
 TOKENIZER = hermes_tokenizer()
 
 
-def play(kind: str, *rollouts: tuple[str, ScriptedPolicy], file: Path = AGENTS) -> list[list[Sample]]:
+def play(
+    kind: str, *rollouts: tuple[str, ScriptedPolicy], file: Path = AGENTS, with_feedback: bool = False
+) -> list[list[Sample]]:
     """Run one rollout per fault concurrently and return their samples."""
     agent_s = LIMIT_S if file == AGENTS else WAIT_S
     environment = f"environment={{class: '{file}:{kind}', timeout_s: {WAIT_S}, agent_timeout_s: {agent_s}}}"
     overrides = [environment, "rewards.functions=[]"]
     room = ["rollout.max_new_tokens=400", "rollout.context_length=500", "actor.tokens_per_microbatch=4096"]
-    config = load(QUICKSTART, [*overrides, *room])
+    teachers = ["teachers.models=[{name: t, feedback: environment}]"] if with_feedback else []
+    config = load(QUICKSTART, [*overrides, *room, *teachers])
 
     async def run() -> list[list[Sample]]:
         pool = await HostPool.start(host_arguments(config), 1)
@@ -86,6 +89,14 @@ def test_failing_agents_do_not_affect_others():
     assert failures[3:] == [None, None]
     assert [samples[-1].episode.outcome for samples in rollouts[3:]] == [0.0, 2.0]
     assert [samples[-1].episode.info.stop_reason for samples in rollouts] == ["failed"] * 3 + ["done"] * 2
+
+
+def test_feedback_of_an_agent_is_on_all_its_samples():
+    [samples] = play("Delegator", ("no reward", says("first", "checked", "last")), with_feedback=True)
+    assert [sample.episode.feedback for sample in samples] == ["Not rewarded."] * 2
+    ends = [sample.prompt.token_ids[: sample.episode.message_end] for sample in samples]
+    texts = [TOKENIZER.decode(ids).rpartition("<|im_start|>user\n")[2] for ids in ends]
+    assert texts == ["no reward 42 77", "first"]
 
 
 def test_agent_without_base_class_runs():

@@ -19,7 +19,9 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
 from megarl.data.turns import ChatTokens
 from megarl.environments.hosts import HostPool, host_arguments
+from megarl.environments.outcome import Outcome
 from megarl.environments.runner import RolloutRequest, RolloutRunner
+from megarl.usercode.feedback import MAX_FEEDBACK
 from tests.chat_templates import FAMILIES
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S, POLL_S, WAIT_S
@@ -113,6 +115,58 @@ def test_rollout_tokens_equal_the_rendered_conversation():
     assert (sample.rollout_id, sample.text, sample.prompt.answer) == ("1.0", "6", "42")
     seeds = [asked["seed"] for asked in sampler.asked]
     assert seeds[0] == 11 and len(set(seeds)) == 3
+
+
+WITH_FEEDBACK = "teachers.models=[{name: t, feedback: environment}]"
+
+
+@pytest.mark.parametrize(
+    ("fault", "feedback", "asked"),
+    [
+        ("feedback", "turn 1\n\nturn 2\n\nend of feedback", ["<|user|>feedback"]),
+        ("restart", "end of restart", ["<|user|>restart", "<|user|>restarted"]),
+        ("other", "end of other", ["<|user|>begin 42 3 77"]),
+    ],
+)
+def test_feedback_follows_the_last_message_of_each_sample(fault, feedback, asked):
+    """Feedback of all turns is joined. All samples of the rollout have it."""
+    [samples] = play(config("Counter", WITH_FEEDBACK), Says("1"), fault)
+    assert [sample.episode.feedback for sample in samples] == [feedback] * len(asked)
+    ends = [sample.prompt.token_ids[: sample.episode.message_end] for sample in samples]
+    assert [TOKENIZER.decode(ids) for ids in ends] == asked
+
+
+def test_message_end_is_unknown_for_token_ids():
+    [[sample]] = play(config("Counter", WITH_FEEDBACK), Says("1"), "ids")
+    assert sample.episode.feedback == "end of ids" and sample.episode.message_end is None
+
+
+FUNCTION = "rewards.functions=[{function: exact_match}]"
+ONE_TURN = "environment.max_turns=1"
+"""With this setting, the environment gives no feedback."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault", "is_found"),
+    [
+        ([], "feedback", False),
+        ([WITH_FEEDBACK], "feedback", True),
+        ([WITH_FEEDBACK, ONE_TURN], "silent", False),
+        (["teachers.models=[{name: t, feedback: exact_match}]", FUNCTION, ONE_TURN], "silent", True),
+        (["teachers.models=[{name: t, feedback: exact_match}]", FUNCTION], "raise", False),
+    ],
+    ids=["no teacher", "feedback", "no feedback", "reward function", "failed"],
+)
+def test_message_ends_are_found_only_for_feedback(overrides, fault, is_found):
+    [[sample]] = play(config("Counter", *overrides), Says("1"), fault)
+    assert (sample.episode.message_end is not None) == is_found
+
+
+def test_last_feedback_is_kept():
+    outcome = Outcome()
+    for text in ("first", "", "a" * MAX_FEEDBACK, "last"):
+        outcome.add_feedback(text)
+    assert outcome.feedback == "a" * (MAX_FEEDBACK - 6) + "\n\nlast"
 
 
 def test_lone_surrogates_in_observations_are_replaced():

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.environments import Environment, Opening, Step, Task, Turn, tool
+from megarl.environments import Environment, Opening, Reward, Step, Task, Turn, tool
 
 LOOK = [{"role": "user", "content": "look at it " * 400_000}]
 ENORMOUS = [{"role": "user", "content": " " * 2**26}] * 4
@@ -42,7 +42,7 @@ class Counter(Environment):
             await self._fail()
         reward = {"even": float(len(turn.token_ids) % 2 == 0)}
         if self.num_turns == self._end:
-            return Step(reward=reward, done=True)
+            return Step(reward={"reward": reward, "feedback": f"end of {self._fault}"}, done=True)
         if self._fault == "restart" and self.num_turns == 1:
             return Step([{"role": "user", "content": "restarted"}], restart=True)
         if self._fault == "answers":
@@ -53,6 +53,8 @@ class Counter(Environment):
             return Step([{"role": "user", "content": json.loads("[" * 400 + "]" * 400)}])
         if self._fault == "half":
             return Step("\ud83d turns", reward)
+        if self._fault == "feedback":
+            reward = {"reward": reward, "feedback": f"turn {self.num_turns}"}
         return Step(f"{self.num_turns} turns", reward, as_is=self._fault == "as is")
 
     async def _fail(self) -> None:
@@ -142,8 +144,8 @@ class Tools(Environment):
         """Never returns."""
         time.sleep(600)
 
-    async def reward(self, turn: Turn) -> float:
-        return float(turn.text == "8")
+    async def reward(self, turn: Turn) -> Reward:
+        return {"reward": float(turn.text == "8"), "feedback": None}
 
 
 PLAYED = itertools.count(1)

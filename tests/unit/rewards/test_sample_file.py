@@ -115,6 +115,20 @@ def test_pickle_is_not_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "called").exists()
 
 
+def test_file_without_newer_fields_is_read(tmp_path: Path) -> None:
+    """Older versions wrote files without fields that have a default."""
+    file = tmp_path / "file"
+    save_samples([(17, 2, samples())], file)
+    tensors, newer = load_file(file), {"groups": ', "feedback": "", "message_end": null', "prompts": ', "images": '}
+    for name, fields in newer.items():
+        text = tensors[name].tobytes().decode()
+        fields = f'{fields}{{"__tuple__": []}}' if name == "prompts" else fields
+        assert fields in text
+        tensors[name] = np.frombuffer(text.replace(fields, "").encode(), np.uint8)
+    save_file(tensors, file)
+    assert repr(load_samples(file)) == repr([(17, 2, [plain(sample) for sample in samples()])])
+
+
 CHANGES = {
     "text of a number": lambda s: s.replace('"text": "text"', '"text": 5'),
     "unknown class": lambda s: s.replace('"__class__": "Sample"', '"__class__": "Path"'),

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster.groups import trainers
+from megarl.cluster.groups import copies
 from megarl.core.errors import InfrastructureFailure
 
-Actor = trainers.TrainerRank
+Actor = copies.CopyingRank
 
 
 def copied(error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -22,8 +22,8 @@ def copied(error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if error is not None:
             raise error
 
-    monkeypatch.setattr(trainers, "own_scratch", lambda: tmp_path / "scratch")
-    monkeypatch.setattr(trainers, "make_memory_folder", lambda scratch: scratch.parent)
+    monkeypatch.setattr(copies, "own_scratch", lambda: tmp_path / "scratch")
+    monkeypatch.setattr(copies, "make_memory_folder", lambda scratch: scratch.parent)
     actor = Actor.__new__(Actor)
     actor._worker = SimpleNamespace(copy_state=copy_state)
     return actor.copy_state(3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.groups import trainers
+from megarl.cluster.groups import copies
 from megarl.cluster.pending import Answers, ready
 
 
@@ -29,8 +29,8 @@ def test_node_lost_during_the_call_holds_no_copies(
         return ready(Answers(answers, set(calls) - set(answers)))
 
     task = SimpleNamespace(remote=lambda names, step: None)
-    monkeypatch.setattr(trainers, "_ranks_with_copy", SimpleNamespace(options=lambda **_: task))
-    group = trainers.TrainerGroup.__new__(trainers.TrainerGroup)
+    monkeypatch.setattr(copies, "_ranks_with_copy", SimpleNamespace(options=lambda **_: task))
+    group = copies.CopyingGroup.__new__(copies.CopyingGroup)
     group._worker_role = group.role = "actor"
     group._processes = [SimpleNamespace(index=rank, node=SimpleNamespace(number=rank)) for rank in (0, 1)]
     members = SimpleNamespace(lost=lambda: [])

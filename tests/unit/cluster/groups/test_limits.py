@@ -131,7 +131,7 @@ CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
     "actor check checkpoint": ("checkpoint", lambda groups, _: groups.actor.load_checkpoint(None)),
     "actor copy room": ("checkpoint", lambda groups, _: groups.actor.copy_room()),
     "actor copy state": ("checkpoint", lambda groups, _: groups.actor.copy_state(1, ())),
-    "actor deliver copies": ("checkpoint", lambda groups, _: groups.actor.deliver_copies(1, ())),
+    "actor start delivery": ("checkpoint", lambda groups, _: groups.actor.start_delivery(1, ())),
     "actor finish copies": ("checkpoint", lambda groups, _: groups.actor.finish_copies(True)),
     "actor discard copies": ("checkpoint", lambda groups, _: groups.actor.discard_copies()),
     "actor restore state": ("checkpoint", lambda groups, _: groups.actor.restore_state(1, ())),

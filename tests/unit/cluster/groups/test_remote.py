@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
+from megarl.cluster.groups.copies import READ_ONLY_METHODS
 from megarl.cluster.groups.engine_actor import EngineActor, ImageEngineActor
 from megarl.cluster.groups.engines import EngineGroup, ImageEngineGroup
 from megarl.cluster.groups.environments import EnvironmentActor, EnvironmentGroup
@@ -22,7 +23,7 @@ from megarl.cluster.groups.reward_models import (
 )
 from megarl.cluster.groups.rewards import RewardActor, RewardGroup, RewardWorker
 from megarl.cluster.groups.teachers import TeacherActor, TeacherEngineActor, TeacherEngineGroup, TeacherGroup
-from megarl.cluster.groups.trainers import READ_ONLY_METHODS, ImageTrainerGroup, TrainerActor, TrainerGroup
+from megarl.cluster.groups.trainers import ImageTrainerGroup, TrainerActor, TrainerGroup
 from megarl.cluster.pending import Answers, ready
 from megarl.config.cluster_schema import TimeoutKind
 from megarl.megatron.workers.actor import ActorWorker

@@ -44,7 +44,8 @@ SAMPLES = [sample(prompt, k) for prompt in SOURCES for k in range(2)]
 )
 def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompts) -> None:
     group = object.__new__(TeacherGroup)
-    group._prompts = ScoredPrompts(Teacher(name="t", path="x", sources=sources))
+    teacher = Teacher(name="t", path="x", sources=sources)
+    group.prompts = ScoredPrompts.of(teacher, PromptSet(ROWS, "hash"), load(BASE, KEYS))
     group.packing, group._data_parallel_ranks = packing(num_ranks=2), [0, 0, 1, 1]
     calls: list[list[str]] = []
 
@@ -53,7 +54,6 @@ def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompt
         return ready({name: "log-probs" for of_rank in calls for name in of_rank})
 
     monkeypatch.setattr(TeacherGroup, "_score_tokens", SimpleNamespace(on_each=on_each))
-    group.select(PromptSet(ROWS, "hash"), load(BASE, KEYS))
     expected = {f"p{prompt}.{k}" for prompt in prompts for k in range(2)}
     assert group.score_tokens(SAMPLES).result().keys() == expected
     if expected:
@@ -64,8 +64,8 @@ def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompt
 
 def test_teacher_in_vllm_receives_privileged_prompts(monkeypatch) -> None:
     group = object.__new__(TeacherEngineGroup)
-    group._prompts = ScoredPrompts(Teacher(name="t", path="x", engine="vllm", prompt_column="hint"))
-    group.select(DATA, load(BASE, KEYS))
+    hinted = Teacher(name="t", path="x", engine="vllm", prompt_column="hint")
+    group.prompts = ScoredPrompts.of(hinted, DATA, load(BASE, KEYS))
     call = SimpleNamespace(method="score", on=lambda *arguments: arguments)
     monkeypatch.setattr(TeacherEngineGroup, "_score", call)
     monkeypatch.setattr(group, "_route_samples", lambda phase, samples, method, start: start("engine", samples))
@@ -94,7 +94,7 @@ class Actor:
 def test_self_teacher_scores_rows_with_privileged_prompts() -> None:
     actor = Actor()
     teacher = SelfTeacher(Teacher(name="t", prompt_column="hint", sources=["math", "code"]), actor)
-    teacher.select(DATA, load(BASE, KEYS))
+    teacher.prompts = ScoredPrompts.of(teacher.prompts.teacher, DATA, load(BASE, KEYS))
     assert teacher.score_tokens(SAMPLES).result().keys() == {"p0.0", "p0.1", "p2.0", "p2.1"}
     [(name, batches)] = actor.calls
     assert name == "t"
@@ -153,8 +153,8 @@ def test_feedback_belongs_to_a_single_sample(monkeypatch) -> None:
     prompts = {"p0.0": range(20), "p0.1": range(20, 40), "p1.0": range(62)}
     store = torch.tensor([token for ids in prompts.values() for token in ids], dtype=torch.int32)
     bounds = {"p0.0": (0, 20), "p0.1": (20, 40), "p1.0": (40, 102)}
-    feedback = {"check": {name: ScoreRef("stored", *bound) for name, bound in bounds.items()}, "other": {}}
-    told = ScoredPrompts.of(Teacher(name="t", feedback="check"), DATA, load(BASE, KEYS))
+    feedback = {"t": {name: ScoreRef("stored", *bound) for name, bound in bounds.items()}, "other": {}}
+    told = ScoredPrompts.of(Teacher(name="t", feedback=["check"]), DATA, load(BASE, KEYS))
     [batch] = told.batches(SAMPLES, packing(), feedback)
     lengths = {item.id: item.num_prompt_tokens for item in batch.samples}
     assert lengths == {"p0.0": 20, "p0.1": 20} and len({item.beginning for item in batch.samples}) == 2
