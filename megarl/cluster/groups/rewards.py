@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from megarl.cluster.groups.evaluation import EvaluationScorer
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
@@ -24,6 +26,7 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.errors import UserError
 from megarl.core.files import retry_when_full
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.score import Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
@@ -37,6 +40,7 @@ from megarl.rewards.finished_groups import FinishedGroups
 from megarl.rewards.model_judge import ModelJudge
 from megarl.rewards.model_reward import classifier_reward, model_judge, model_reader
 from megarl.rewards.pool import function_pool
+from megarl.rewards.prompt_thumbnails import available_files
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages
@@ -88,7 +92,8 @@ class RewardWorker:
         self._functions = [entry.label for entry in rewards.functions]
         self._pool = function_pool(config, num_processes)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
-        self._evaluation = EvaluationScorer(config, num_processes)
+        self._append = partial(append_rollouts, decode=lambda ids: self._decoder(ids), fetch=_fetch_images)
+        self._evaluation = EvaluationScorer(config, num_processes, self._append)
         models_with_feedback = config.teachers.models if config.teachers_see_feedback else []
         functions = [teacher.feedback for teacher in models_with_feedback if teacher.feedback is not None]
         self._feedback = FeedbackPrompts(dict.fromkeys(functions), config.data, models.actor)
@@ -178,7 +183,7 @@ class RewardWorker:
             for sample, results in ((sample, by_rollout[sample.rollout_id]) for sample in judged)
         }
         await asyncio.to_thread(self._feedback.note, judged, feedback)
-        await asyncio.to_thread(append_rollouts, rollouts, step, scored, self._token_texts, feedback)
+        await asyncio.to_thread(self._append, rollouts, step, scored, self._token_texts, feedback)
         by_token = {
             sample.id: token_rewards
             for (sample, score), (_, token_rewards) in zip(scored, scores, strict=True)
@@ -277,6 +282,15 @@ class RewardWorker:
 
 async def _recorded(results: dict[str, Result]) -> dict[str, Result]:
     return results
+
+
+def _fetch_images(images: Sequence[PromptImage]) -> dict[str, bytes]:
+    """Return the encoded images by digest. If some were lost with a node, return none, because the run can do without
+    their thumbnails."""
+    files = {image.digest: image.file for image in images if isinstance(image.file, ray.ObjectRef)}
+    with suppress(RayError):
+        return available_files(images) | dict(zip(files, ray.get(list(files.values())), strict=True))
+    return available_files(images)
 
 
 def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:
