@@ -39,15 +39,15 @@ def test_images_are_in_their_places_in_the_prompt(tmp_path: Path) -> None:
     write_step(folder, 1, items, 3)
     with serving(folder) as address, browse_with(tmp_path, address) as tab:
         write_step(folder, 2, items, 3)
-        tab.until("steps.length === 2")
+        tab.until("steps.length === 2 && document.querySelectorAll('#samples .prompt-image img').length === 6")
         assert tab.problems == []
     report.write(folder)
     with browse_with(tmp_path / "report", (folder / "report.html").as_uri()) as tab:
         tab.eval(BOX_OF)
         for view, selector in (("samples", ".sample:nth-child(4) pre"), ("groups", "#samples .group .prompt pre")):
             choose(tab, "view", view)
-            tab.eval(f"document.querySelector('{selector}').scrollIntoView()")
-            take_pictures(tab, f"prompt_images_{view}", selector)
+            take_pictures(tab, f"prompt_images_{view}", "#viewer")
+            tab.eval(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
             first, large, middle, small, last = tab.eval(CONTENTS.replace("SELECTOR", repr(selector)))
             assert (first, middle, last) == (f"user\n{MARKUP} ", "\nWhich is larger?\n", "\nassistant\n")
             assert (large["width"], small["width"]) == (256, 20)

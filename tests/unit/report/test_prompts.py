@@ -52,6 +52,7 @@ def test_report_has_images_between_the_texts(tmp_path: Path) -> None:
             base64.b64decode(step.thumbnails[name][URI].partition(",")[2])
             == (tmp_path / "rollouts" / name).read_bytes()
         )
+    assert [*RunFolder(tmp_path).image_grids(1)] == ["rollouts/images", "evaluation/digits/images"]
     page = report.write(tmp_path).read_text()
     script = page.partition('id="rollouts">')[2].partition("</script>")[0]
     assert script.count('"data:image/') == 2  # once per image, not per sample
