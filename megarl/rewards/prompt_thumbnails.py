@@ -17,7 +17,8 @@ from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.core.score import Score
-from megarl.data.images import ImageError, decode
+from megarl.data.images import ImageError
+from megarl.data.images import decode as decode_image
 from megarl.rewards.rollout_images import (
     GRID,
     GRID_GROUPS,
@@ -34,7 +35,7 @@ from megarl.rewards.rollout_images import (
 
 THUMBNAILS = "prompt_images"
 
-MAX_THUMBNAILS = 64
+MAX_THUMBNAILS = 32
 """Maximum number of thumbnails to write per step."""
 
 SMALL_SIDE = 128
@@ -94,7 +95,7 @@ def _write(rollouts: Path, images: Sequence[PromptImage], fetch: Fetch) -> None:
     files = fetch(images) if images else {}
     for image in images:
         try:
-            thumbnail = decode(files[image.digest])
+            thumbnail = decode_image(files[image.digest])
         except (KeyError, ImageError):
             continue
         is_small = max(thumbnail.size) < SMALL_SIDE
@@ -137,45 +138,39 @@ def _caption(prompt: Prompt) -> str:
     return " ".join(str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part)
 
 
-def prompt_fields(prompt: Prompt, decode: Decode, thumbnails: Mapping[str, str]) -> dict[str, Any]:
+def prompt_fields(prompt: Prompt, decode: Decode | None, thumbnails: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a line that describe the prompt: `prompt`, its text with one placeholder per image, and
     `prompt_images`, the images in order, if there are any. Each has `start` and `stop`, the indices of the placeholder
     in the text; its number of tokens and digest; and the name of its thumbnail, if it is stored.
 
     Args:
+        decode: returns the text of token ids; None if it is unknown, which leaves out `prompt_images`.
         thumbnails: names of thumbnails by digest.
     """
-    if not prompt.images:
+    if not prompt.images or decode is None:
         return {"prompt": prompt.text}
-    parts: list[str] = []
-    images: list[dict[str, Any]] = []
-    length = done = 0
-    for image, (start, stop, placeholder) in zip(prompt.images, _places(prompt, decode), strict=True):
-        parts += prompt.text[done:start], placeholder
-        length += start - done + len(placeholder)
-        done = stop
-        images.append(
-            {
-                "start": length - len(placeholder),
-                "stop": length,
-                "num_tokens": image.num_tokens,
-                "digest": image.digest,
-                **({"thumbnail": thumbnails[image.digest]} if image.digest in thumbnails else {}),
-            }
-        )
-    return {"prompt": "".join([*parts, prompt.text[done:]]), "prompt_images": images}
+    text, places = _text_and_places(prompt, decode)
+    images = [
+        {
+            **{"start": start, "stop": stop, "num_tokens": image.num_tokens, "digest": image.digest},
+            **({"thumbnail": thumbnails[image.digest]} if image.digest in thumbnails else {}),
+        }
+        for image, (start, stop) in zip(prompt.images, places, strict=True)
+    ]
+    return {"prompt": text, "prompt_images": images}
 
 
-def _places(prompt: Prompt, decode: Decode) -> Iterator[tuple[int, int, str]]:
-    """Yield, for each image, where its placeholders begin and end in the prompt's text, and the text of one. An image
-    whose placeholders are not in the text, since an environment has replaced the prompt's tokens, is placed after the
-    previous one."""
-    done = 0
+def _text_and_places(prompt: Prompt, decode: Decode) -> tuple[str, list[tuple[int, int]]]:
+    """Return the prompt's text, and where the placeholder of each image begins and ends in it."""
+    ids = prompt.token_ids.tolist()
+    placeholder = decode((ids[prompt.images[0].start],))
+    places = [match.span() for match in re.finditer(re.escape(placeholder), prompt.text)]
+    if len(places) == len(prompt.images):
+        return prompt.text, places
+    # The text contains a placeholder that is not an image, or an environment has replaced only the tokens.
+    text, places, done = "", [], 0
     for image in prompt.images:
-        placeholder = decode((int(prompt.token_ids[image.start]),))
-        escaped = re.escape(placeholder)
-        # Exclude longer runs: the text may contain placeholders that are not of this image.
-        run = re.compile(f"(?<!{escaped})(?:{escaped}){{{image.num_tokens}}}(?!{escaped})")
-        match = run.search(prompt.text, done) if placeholder else None
-        start, done = match.span() if match else (done, done)
-        yield start, done, placeholder if match else ""
+        text += decode(tuple(ids[done : image.start]))
+        places.append((len(text), len(text) + len(placeholder)))
+        text, done = text + placeholder, image.stop
+    return text + decode(tuple(ids[done:])), places

@@ -62,7 +62,7 @@ def append_rollouts(
     scored: Sequence[tuple[Sample | LatentSample, Score]],
     texts_of: TokenTexts = lambda _: None,
     feedback: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
-    decode: Decode = lambda _: "",
+    decode: Decode | None = None,
     fetch: Fetch = available_files,
 ) -> bool:
     """Append samples with their scores, and write their images and thumbnails of those in their prompts, unless the
@@ -71,7 +71,7 @@ def append_rollouts(
     Args:
         texts_of: returns the text of each token in a text sample, or None.
         feedback: the feedback that reward functions returned, by sample id and function.
-        decode: returns the text of a placeholder in a prompt with images.
+        decode: returns the text of token ids, which locates the images in a prompt.
         fetch: returns the encoded images for which thumbnails are written.
     """
     images, thumbnails = write_images(path, scored), write_thumbnails(path, scored, fetch)

@@ -109,7 +109,7 @@ def test_number_of_thumbnails_per_step_is_limited(tmp_path: Path, monkeypatch: p
     assert stored == [True, True, False, True, False, False]
 
 
-def test_places_are_those_of_the_images_placeholders(tmp_path: Path) -> None:
+def test_typed_placeholders_are_text() -> None:
     """The text contains placeholders that are not tokens of an image."""
     typed = f"{PLACEHOLDER_TEXT} {PLACEHOLDER_TEXT * 4} "
     item = prompt("p", typed, encoded(RED), f" {typed}", num_tokens=3)
@@ -120,12 +120,13 @@ def test_places_are_those_of_the_images_placeholders(tmp_path: Path) -> None:
     assert "thumbnail" not in image
 
 
-def test_text_without_placeholders_is_kept() -> None:
+@pytest.mark.parametrize("text", ["question", f"question {PLACEHOLDER_TEXT * 30}"])
+def test_text_follows_the_tokens(text: str) -> None:
     """An environment may replace the prompt's tokens, but not its text."""
-    item = prompt("p", "question", encoded(RED))
-    fields = prompt_fields(Prompt("p", "question", item.token_ids, images=item.images), decode, {})
-    assert fields["prompt"] == "question"
-    assert [(image["start"], image["stop"]) for image in fields["prompt_images"]] == [(0, 0)]
+    item = prompt("p", "system, question ", encoded(RED))
+    fields = prompt_fields(Prompt("p", text, item.token_ids, images=item.images), decode, {})
+    assert fields["prompt"] == f"system, question {PLACEHOLDER_TEXT}"
+    assert fields["prompt_images"][0]["start"] == len("system, question ")
 
 
 def test_grid_has_a_row_per_prompt_with_images(tmp_path: Path) -> None:
