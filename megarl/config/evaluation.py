@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from megarl.config.data_schema import is_procedural
 from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
 
@@ -19,6 +20,10 @@ def config_of_set(config: Config, evaluation_set: EvaluationSet) -> Config:
     data |= dict.fromkeys(("sort_column", "weight_column", "solved_weight", "response_column"))
     if evaluation_set.chat_template is False or evaluation_set.system_prompt == "":
         data["system_prompt"] = None  # only a chat template can format a system message
+    if evaluation_set.image_column is not None:
+        data["image_column"] = evaluation_set.image_column or None  # "" stands for a set without images
+    elif evaluation_set.source is not None and is_procedural(evaluation_set.source):
+        data["image_column"] = None
     if evaluation_set.source is not None:
         data |= {"options": {}, "more_sources": []}  # valid only for the run's source
     rewards: dict[str, Any] = {"judge": None, "overlong_buffer": None}

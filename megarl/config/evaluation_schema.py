@@ -20,6 +20,7 @@ class EvaluationSet(Section):
     size: PositiveInt | None = None
     prompt_column: str | None = None
     answer_column: str | None = None
+    image_column: str | None = None
     system_prompt: str | None = None
     chat_template: bool | None = None
     samples_per_prompt: PositiveInt = 1

@@ -279,6 +279,11 @@ class Config(Section):
         return [teacher for teacher in self.teachers.models if teacher.path is None] if self.has_teachers else []
 
     @property
+    def has_image_prompts(self) -> bool:
+        """Whether prompts of the run or of its evaluation sets contain images."""
+        return self.data.image_column is not None or any(item.image_column for item in self.evaluation.sets)
+
+    @property
     def teachers_see_feedback(self) -> bool:
         """Whether any teacher sees the feedback of a reward function."""
         return self.has_teachers and any(teacher.feedback is not None for teacher in self.teachers.models)

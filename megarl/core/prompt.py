@@ -19,10 +19,11 @@ class Prompt(HoldsArrays):
 
     Attributes:
         id: unique within the data set, stable across runs with the same seed.
-        text: the decoded `token_ids`, including special tokens.
+        text: the decoded `token_ids`, including special tokens, with one placeholder per image.
         token_ids: int32 [P]; any sequence is accepted. An image has as many placeholders as the vision tower has
             features for it.
-        messages: the conversation that the prompt continues; each message has a role and content.
+        messages: the conversation that the prompt continues; each message has a role and content. The content is text
+            or, in prompts with images, a list of parts: {"type": "text", "text": …} or {"type": "image"}.
         answer: the reference answer for reward functions; None if they need none.
         columns: the columns of the data row that reward functions require, as JSON values.
         images: the images in the prompt, in the order of their placeholders.
@@ -32,7 +33,7 @@ class Prompt(HoldsArrays):
     text: str
     token_ids: NDArray[np.int32]
     answer: Any = None
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[PromptImage, ...] = ()
 

@@ -12,10 +12,16 @@ from typing import Any, BinaryIO
 from megarl.core.errors import UserError
 from megarl.core.files import parse_json
 from megarl.core.text import encodable
+from megarl.data import image_parts as parts
 from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, Row, as_messages
 
 MESSAGES_TYPE = "a list of {role, content} messages with text values"
 PROMPT_TYPE = f"text or {MESSAGES_TYPE}"
+PARTS_TYPE = (
+    "text or a list of {role, content} messages, whose content is text or a list of parts: {type: text, text: TEXT}, "
+    "{type: image}, or an image in the part: {type: image, image: PATH} or {type: image_url, image_url: {url: URL}}"
+)
+IMAGES_TYPE = "null, or one or a list of images, each a file path, a data: URL, bytes or {bytes, path}"
 ALL_COLUMNS = "row"
 """Name that stands for all columns of a row."""
 
@@ -47,6 +53,7 @@ def file_rows(
     answer_column: str,
     further: Mapping[str, str | None] = NO_COLUMNS,
     source_column: str | None = None,
+    image_column: str | None = None,
 ) -> Iterator[Row]:
     """Yield the rows in a .jsonl file (blank lines skipped, rows numbered by line) or in a .parquet file. Raise a
     UserError if the file is missing or unreadable, a column is missing, or a value has the wrong type. The message
@@ -54,27 +61,51 @@ def file_rows(
 
     Args:
         further: additional columns to include, each mapped to the function or key that requires it, or to None if rows
-            may lack the column. ALL_COLUMNS includes every column.
+            may lack the column. ALL_COLUMNS includes every column but that of the images.
+        image_column: column with images. Messages may then have parts. A row whose prompt has images in its parts may
+            lack the column.
     """
-    columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_answer))
+    columns = (
+        _text("prompt", prompt_column) if image_column is None else _parts(prompt_column),
+        Column("data.answer_column", answer_column, ANSWER_TYPE, _is_answer),
+    )
     columns += tuple(
         Column(
             function if function.startswith("data.") else f"the parameter of {function}", name, ANSWER_TYPE, _is_json
         )
         for name, function in further.items()
-        if function is not None and name != ALL_COLUMNS
+        if function is not None and name not in (ALL_COLUMNS, image_column)
     )
     if source_column is not None:
         columns += (Column("data.source_column", source_column, "text", lambda value: isinstance(value, str)),)
         further = {source_column: None, **further}
-    for number, record in _records(path, columns, further):
+    read = {*further, *([] if image_column is None else [image_column])}
+    for number, record in _records(path, columns, read):
         included = {name for name in further if name != ALL_COLUMNS and has_column(record, name)}
-        included |= record.keys() if ALL_COLUMNS in further else set()
+        included |= record.keys() - {image_column} if ALL_COLUMNS in further else set()
         values = {name: column_of(record, name) for name in sorted(included)}
         for name, value in values.items():
             if not _is_json(value):
+                if name == image_column:
+                    raise UserError(
+                        f"{path}:{number}: column {name!r} (data.image_column) contains encoded images, which reward "
+                        f"functions do not receive. Fix: rename the parameter {name}, or store paths in the column"
+                    )
                 raise _wrong_type(f"{path}:{number}", name, ANSWER_TYPE, value)
-        yield Row(number, _plain(column_of(record, prompt_column)), column_of(record, answer_column), values)
+        prompt = _plain(column_of(record, prompt_column))
+        images = () if image_column is None else _images(record, image_column, prompt, f"{path}:{number}")
+        yield Row(number, prompt, column_of(record, answer_column), values, images=images)
+
+
+def _images(record: Record, column: str, prompt: Content, place: str) -> tuple[Any, ...]:
+    """Return the images in a row's column."""
+    if not (parts.has_own_images(prompt) and not has_column(record, column)):
+        _require_columns(record, [Column("data.image_column", column, IMAGES_TYPE, parts.is_image)], place)
+    value = column_of(record, column) if has_column(record, column) else None
+    images = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(map(parts.is_image, images)):
+        raise _wrong_type(place, column, IMAGES_TYPE, value)
+    return images
 
 
 def content_of(value: Any, column: str, place: str) -> Content | None:
@@ -121,6 +152,13 @@ def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column:
 
 def _text(kind: str, name: str) -> Column:
     return Column(f"data.{kind}_column", name, PROMPT_TYPE, lambda value: isinstance(value, str) or _is_messages(value))
+
+
+def _parts(name: str) -> Column:
+    def is_valid(value: Any) -> bool:
+        return isinstance(value, str) or _is_messages(value, parts.is_content)
+
+    return Column("data.prompt_column", name, PARTS_TYPE, is_valid)
 
 
 def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[Any]]]:
@@ -239,16 +277,20 @@ def _require_columns(record: Record, columns: Sequence[Column], place: str) -> N
             )
 
 
-def _is_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_message(entry) for entry in value)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _is_message(entry: Any) -> bool:
+def _is_messages(value: Any, is_content: Callable[[Any], bool] = _is_text) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_message(entry, is_content) for entry in value)
+
+
+def _is_message(entry: Any, is_content: Callable[[Any], bool]) -> bool:
     if not isinstance(entry, dict):
         return False
     # Parquet gives every row the fields of all rows and fills missing ones with None.
     fields = {name: value for name, value in entry.items() if value is not None}
-    return fields.keys() == {"role", "content"} and all(isinstance(value, str) for value in fields.values())
+    return fields.keys() == {"role", "content"} and _is_text(fields["role"]) and is_content(fields["content"])
 
 
 def _is_steps(value: Any) -> bool:

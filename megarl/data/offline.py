@@ -23,8 +23,9 @@ from megarl.core.sample import Sample
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_labels, arithmetic_messages, arithmetic_preferences
 from megarl.data.chat import MARK, conversation, prompt_ids, render_text, response_span, with_response
 from megarl.data.files import label_rows, message_rows, preference_rows
-from megarl.data.prompts import place_of, require_chat_template, require_size, row_name, rows_of_files, too_long
+from megarl.data.prompts import require_chat_template, require_size, too_long
 from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, as_messages
+from megarl.data.sources import place_of, row_name, rows_of_files
 from megarl.data.typed_tokens import typed_tokens
 from megarl.models.tokenizer import load_tokenizer
 

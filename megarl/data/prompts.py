@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,10 @@ from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import add_system_prompt, prompt_ids, with_response
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, content_of, file_rows
-from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, Row, as_messages
+from megarl.data.image_files import ImageFiles
+from megarl.data.image_rows import ImageRows
+from megarl.data.row import Content, Row, as_messages
+from megarl.data.sources import place_of, row_name, rows_of_files
 from megarl.models.tokenizer import decode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -61,12 +63,13 @@ class PromptSet:
     """The tokenized prompts of a data source.
 
     Attributes:
-        data_hash: SHA-256 over the token ids, answers, additional columns, privileged prompts and given responses of
-            all prompts, in order.
+        data_hash: SHA-256 over the token ids, images, answers, additional columns, privileged prompts and given
+            responses of all prompts, in order.
         weights: sampling weight of each prompt; None for uniform sampling.
         privileged: prompts for teachers: column -> prompt id -> token ids, int32 [P]. Prompt ids without such a prompt
             are absent.
         responses: given responses by prompt id; empty without data.response_column.
+        images: the encoded images of the prompts; None without data.image_column.
     """
 
     prompts: tuple[Prompt, ...]
@@ -75,6 +78,7 @@ class PromptSet:
     weights: tuple[float, ...] | None = None
     privileged: Mapping[str, Mapping[str, NDArray[np.int32]]] = field(default_factory=dict)
     responses: Mapping[str, GivenResponse] = field(default_factory=dict)
+    images: ImageFiles | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -89,14 +93,17 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     rows, or a teacher's column has no prompts. The message names the source and the row. columns: columns required by
     reward functions, as in `file_rows`."""
     data = config.data
-    teachers = _teachers_by_column(config)
+    teachers, images = _teachers_by_column(config), None
     columns = {**dict.fromkeys(teachers), **columns, **data.ordering_columns, **data.given_columns}
     if config.samples_images:
         candidates = [_Read(row.source, _caption(row, data)) for row in _judged_rows(config, columns)]
     else:
         tokenizer = load_tokenizer(model_folder, date=data.date)
         require_chat_template(config, tokenizer, model_folder)
-        candidates = [_read(row, tokenizer, config, teachers) for row in _judged_rows(config, columns)]
+        images = ImageRows.of(config, model_folder)
+        rows = _judged_rows(config, columns)
+        rows = rows if images is None else images.load(rows)
+        candidates = [_read(row, tokenizer, config, teachers, images) for row in rows]
     kept = [read for read in candidates if read is not None]
     require_size(len(candidates), len(kept), data)
     privileged = {
@@ -110,7 +117,8 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     weights = prompt_weights(data, prompts, [read.source for read in kept])
     responses = {read.prompt.id: read.response for read in kept if read.response is not None}
     data_hash = _hash(prompts, privileged, responses)
-    return PromptSet(prompts, data_hash, len(candidates) - len(prompts), weights, privileged, responses)
+    files = None if images is None else images.files
+    return PromptSet(prompts, data_hash, len(candidates) - len(prompts), weights, privileged, responses, files)
 
 
 def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, model_folder: Path) -> None:
@@ -201,7 +209,8 @@ def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
     if not data.is_procedural:
 
         def read(path: Path) -> Iterator[Row]:
-            return file_rows(path, data.prompt_column, data.answer_column, columns, data.source_column)
+            names = data.prompt_column, data.answer_column
+            return file_rows(path, *names, columns, data.source_column, data.image_column)
 
         return islice(rows_of_files(data, read), data.size)
     available = () if data.reasoning_task is None else reasoning.COLUMNS
@@ -225,30 +234,6 @@ def _stages(data: Data, task: str) -> list[tuple[reasoning.Task, int]]:
     options = [{name: value for name, value in stage.items() if name != "size"} for stage in stages]
     tasks = [reasoning.Task(task, {**data.options, **stage_options}) for stage_options in options]
     return [(task, stage["size"]) for task, stage in zip(tasks, stages, strict=True)]
-
-
-AnyRow = TypeVar("AnyRow", Row, MessageRow, PreferenceRow, LabelRow)
-
-
-def rows_of_files(data: Data, read: Callable[[Path], Iterator[AnyRow]]) -> Iterator[AnyRow]:
-    """Yield the rows of all files in order. `read` yields the rows of one file."""
-    for source in data.sources:
-        yield from (replace(row, source=source) for row in read(Path(source).expanduser()))
-
-
-def place_of(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> str:
-    """Return the location of a row, for error messages."""
-    return f"{row.source or data.source}:{row.number}"
-
-
-def row_name(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> str:
-    """Return a name for the row that is unique in the data: file name and row number. If several files have the same
-    name, the file name is preceded by the folders below the files' common folder."""
-    source = row.source or data.source
-    name = Path(source).name
-    is_taken = [Path(other).name for other in data.sources].count(name) > 1
-    unique = os.path.relpath(source, os.path.commonpath(data.sources)) if is_taken else name
-    return f"{unique}:{row.number}"
 
 
 def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]) -> tuple[float, ...] | None:
@@ -317,35 +302,43 @@ def _caption(row: Row, data: Data) -> Prompt:
 
 
 def _read(
-    row: Row, tokenizer: PreTrainedTokenizerBase, config: Config, teachers: Mapping[str, Sequence[Teacher]]
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    teachers: Mapping[str, Sequence[Teacher]],
+    image_rows: ImageRows | None,
 ) -> _Read | None:
     """Return the tokenized row, or None if it is dropped. `teachers`: the teachers that see each column."""
     place = place_of(row, config.data)
     if config.data.source == OWN_TASKS:
         return _Read(row.source, Prompt(f"{OWN_TASKS}:{row.number}", "", np.empty(0, np.int32)))
     prompt = add_system_prompt(config.data.system_prompt, row.prompt, place)
-    token_ids = prompt_ids(tokenizer, prompt, config.data.chat_template, place)
-    if too_long(len(token_ids), "the prompt", config, place):
+    ids = prompt_ids(tokenizer, prompt, config.data.chat_template, place)
+    token_ids, images = (ids, ()) if image_rows is None else image_rows.expand(ids, row.images, place)
+    if too_long(len(token_ids), "the prompt", config, place, sum(image.num_tokens for image in images)):
         return None
     privileged = {}
     for column, content in _privileged_prompts(row, config.data, teachers):
         content = add_system_prompt(config.data.system_prompt, content, f"{place}: column {column!r}")
-        ids = prompt_ids(tokenizer, content, config.data.chat_template, f"{place}: column {column!r}")
-        if too_long(len(ids), f"the prompt in column {column!r}", config, place):
+        private = prompt_ids(tokenizer, content, config.data.chat_template, f"{place}: column {column!r}")
+        if image_rows is not None:
+            image_rows.require_text(content, private, f"{place}: column {column!r}")
+        if too_long(len(private), f"the prompt in column {column!r}", config, place):
             return None
-        privileged[column] = np.array(ids, np.int32)
+        privileged[column] = np.array(private, np.int32)
     response = None
     if config.data.response_column is not None:
-        response = _response(row, prompt, token_ids, tokenizer, config)
+        response = _response(row, prompt, ids, tokenizer, config)
         if response is None:
             return None
     prompt = Prompt(
         id=row_name(row, config.data),
-        text=decode(tokenizer, token_ids, skip_special_tokens=False),
+        text=decode(tokenizer, ids, skip_special_tokens=False),
         token_ids=np.array(token_ids, np.int32),
         answer=row.answer,
         messages=tuple(as_messages(prompt, "user")),
         columns=row.columns,
+        images=images,
     )
     return _Read(row.source, prompt, privileged, response)
 
@@ -389,9 +382,9 @@ def _privileged_prompts(
             yield column, content
 
 
-def too_long(length: int, subject: str, config: Config, place: str) -> bool:
+def too_long(length: int, subject: str, config: Config, place: str, num_image_tokens: int = 0) -> bool:
     """Return whether to drop a row of `length` tokens because the row and its response exceed rollout.context_length.
-    Raise a UserError for such a row unless data.overlong=drop."""
+    Raise a UserError for such a row unless data.overlong=drop. num_image_tokens: the tokens of images among them."""
     new, context = 0 if config.is_offline else config.rollout.max_new_tokens, config.rollout.context_length
     needed = length + new
     if needed <= context:
@@ -400,8 +393,11 @@ def too_long(length: int, subject: str, config: Config, place: str) -> bool:
         return True
     total = f" ({length} + rollout.max_new_tokens={new} = {needed})" if new else ""
     lower = "lower rollout.max_new_tokens, " if new else ""
+    images = ""
+    if num_image_tokens:
+        images, lower = f", {num_image_tokens} of them for images", f"{lower}lower data.max_pixels, "
     raise UserError(
-        f"{place}: {subject} has {length} tokens{total}, but rollout.context_length={context}. Fix: raise "
+        f"{place}: {subject} has {length} tokens{images}{total}, but rollout.context_length={context}. Fix: raise "
         f"rollout.context_length to at least {needed}, {lower}or set data.overlong=drop to drop all such rows"
     )
 
@@ -415,6 +411,7 @@ def _hash(
     for prompt in prompts:
         hashed = [
             prompt.token_ids.tolist() or prompt.text or [],
+            *([[image.digest for image in prompt.images]] if prompt.images else []),
             prompt.answer,
             *([prompt.columns] if prompt.columns else []),
             *(ids[prompt.id].tolist() for ids in privileged.values() if prompt.id in ids),

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Message = dict[str, str]
-"""One turn of a conversation: {"role": …, "content": …}."""
+Message = dict[str, Any]
+"""One turn of a conversation: {"role": …, "content": …}. The content is text or, in prompts with images, a list of
+parts: {"type": "text", "text": …} or {"type": "image"}."""
 
 Content = str | list[Message]
 """Text, or messages that continue a conversation."""
@@ -27,6 +28,7 @@ class Row:
         answer: any JSON value.
         columns: additional requested columns, as JSON values.
         source: the file, or the generator's name.
+        images: the values in data.image_column, or, once they are loaded, the LoadedImages in the order of their parts.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Row:
     answer: Any
     columns: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ _ANY = {
     "tie_word_embeddings": False,
 }
 
+_QWEN3_EXPERTS = _ANY | {"decoder_sparse_step": 1, "mlp_only_layers": None}
+
 _GATED_DELTA = _ANY | {
     "attn_output_gate": True,
     "full_attention_interval": 4,
@@ -116,11 +118,17 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "phi3": _ANY | {"resid_pdrop": 0.0, "rms_norm_eps": 1e-5},
     "qwen2": _ANY | {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False},
-    "qwen3": _ANY | {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "use_sliding_window": False},
-    "qwen3_moe": _ANY
+    "qwen2_5_vl_text": _ANY
     | {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+    },
+    "qwen3": _ANY | {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "use_sliding_window": False},
+    "qwen3_moe": _QWEN3_EXPERTS
+    | {
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
         "num_experts": 128,
@@ -128,6 +136,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "sliding_window": 4096,
         "use_sliding_window": False,
+    },
+    "qwen3_vl_text": _ANY | {"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 500000.0},
+    "qwen3_vl_moe_text": _QWEN3_EXPERTS
+    | {
+        "moe_intermediate_size": 1408,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "rope_theta": 500000.0,
     },
     "qwen3_5_text": _GATED_DELTA | {"num_key_value_heads": 4},
     # Every layer has experts, so config.json has no size of a dense MLP.
@@ -145,7 +162,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 """Supported `model_type` -> transformers' defaults for keys that config.json omits."""
 
 TEXT_MODELS: Mapping[str, str] = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
-"""`model_type` of a multimodal model -> the class of its text model, whose config is in `text_config`."""
+"""`model_type` of a multimodal model -> the class of its text model. Engines run the text models of other multimodal
+models only within the whole model."""
 
 TRANSFORMERS_TYPES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Supported `model_type` that transformers lacks -> the type of the same architecture in transformers."""

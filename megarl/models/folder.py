@@ -17,7 +17,8 @@ from megarl.core.errors import UserError, install_extra
 from megarl.core.files import read_foreign_object
 from megarl.models.config_types import wrong_type
 from megarl.models.eagle import flattened
-from megarl.models.huggingface import dequantized, text_config
+from megarl.models.huggingface import dequantized
+from megarl.models.multimodal import text_config
 from megarl.models.peft import CONFIG, DIFFUSERS
 
 PACKAGE_PREFIX = "package:"

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.families import FAMILIES, TEXT_MODELS
+from megarl.models.families import FAMILIES
 from megarl.models.mtp import COUNTS, num_mtp_layers, without_mtp
+from megarl.models.multimodal import VISION, WHOLE, whole_config
+from megarl.models.vision import vision_of, without_vision
 
 _LATENT_ATTENTION = ("deepseek_v3", "kimi_k2")
 _DEEPSEEK_ROUTER = ("deepseek_v3", "glm4_moe", "kimi_k2")
@@ -161,17 +163,6 @@ class LatentAttention:
     value_dim: int
 
 
-def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a multimodal model's text model, which is the part that is trained. `vision_config` is kept,
-    so that `untrained_part` can name the omitted part. Other configs are returned unchanged."""
-    text, architecture = hf_config.get("text_config"), TEXT_MODELS.get(str(hf_config.get("model_type")))
-    if architecture is None or not isinstance(text, dict):
-        return dict(hf_config)
-    shared = {key: hf_config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in hf_config}
-    vision = {"vision_config": hf_config["vision_config"]} if "vision_config" in hf_config else {}
-    return {**shared, **text, "architectures": [architecture], **vision}
-
-
 def dequantized(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the bfloat16 model that an MXFP4 checkpoint is read as. Other configs are returned
     unchanged."""
@@ -191,12 +182,14 @@ def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return rope_type, rope_theta and the parameters for the type. transformers < 5 writes these parameters under
     rope_scaling."""
     parameters = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     return {
         "rope_theta": model["rope_theta"],
         "original_max_position_embeddings": model.get("max_position_embeddings"),
         "partial_rotary_factor": model["partial_rotary_factor"],
         **parameters,
-        "rope_type": parameters.get("rope_type", parameters.get("type", "default")),
+        # Folders of Qwen2.5-VL name the type after mrope_section, which does not change the frequencies.
+        "rope_type": "default" if kind == "mrope" else kind,
     }
 
 
@@ -227,7 +220,7 @@ def experts(model: Mapping[str, Any]) -> Experts | None:
             size, every = model["intermediate_size"], (True,) * len(layers)
             count, active = model["num_local_experts"], model["num_experts_per_tok"]
             return Experts(count, active, size, 0, every, is_interleaved=True)
-        case "qwen3_moe" | "qwen3_next" | "qwen3_5_moe_text":
+        case "qwen3_moe" | "qwen3_next" | "qwen3_vl_moe_text" | "qwen3_5_moe_text":
             dense, step = model.get("mlp_only_layers") or (), model.get("decoder_sparse_step", 1)
             has_shared = "shared_expert_intermediate_size" in FAMILIES[model["model_type"]]
             return Experts(
@@ -303,14 +296,17 @@ def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
     # The config.json of Qwen3-Next does not show whether the checkpoint has this part.
     if hf_config.get("model_type") == "qwen3_next" and not num_mtp_layers(hf_config):
         parts.append("multi-token prediction (tensors mtp.*)")
-    parts += ["the vision encoder (vision_config)"] if "vision_config" in hf_config else []
+    parts += ["the vision encoder (vision_config)"] if VISION in hf_config and vision_of(hf_config) is None else []
     return ", ".join(parts) or None
 
 
 def without_untrained_part(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config for a checkpoint without the part that `untrained_part` describes."""
-    counts = dict.fromkeys(_omitted_mtp_keys(hf_config), 0)
-    return {key: value for key, value in {**without_mtp(hf_config), **counts}.items() if key != "vision_config"}
+    """Return the contents of config.json for a checkpoint without the part that `untrained_part` describes. A model
+    with a vision tower has the nested form of its whole model."""
+    kept = {**without_mtp(hf_config), **dict.fromkeys(_omitted_mtp_keys(hf_config), 0)}
+    if vision_of(hf_config) is not None:
+        return whole_config(without_vision(kept))
+    return {key: value for key, value in kept.items() if key not in (VISION, WHOLE)}
 
 
 def _omitted_mtp_keys(hf_config: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,11 @@ from megarl.models.huggingface import (
 )
 from megarl.models.mtp import num_mtp_layers, trains_mtp
 from megarl.models.unsupported import unsupported
+from megarl.models.vision import VisionShape, vision_of
+
+_QKV_BIAS = ("qwen2", "qwen2_5_vl_text")
+_QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text")
+"""Families that always have biases in the query, key and value projections, and norms of queries and keys."""
 
 
 class LayerKind(NamedTuple):
@@ -47,6 +52,7 @@ class ModelShape:
         trains_mtp: whether these layers are trained.
         windows: the layers with a sliding window; None if all softmax attention is full.
         has_sinks: whether each attention head has a learned logit that takes part in its softmax without a value.
+        vision: the sizes of the vision tower; None if the model is used without one.
     """
 
     model_type: str
@@ -71,6 +77,7 @@ class ModelShape:
     trains_mtp: bool = False
     windows: WindowedAttention | None = None
     has_sinks: bool = False
+    vision: VisionShape | None = None
 
     @property
     def query(self) -> int:
@@ -153,10 +160,10 @@ class ModelShape:
             vocab=_number(model, "vocab_size"),
             # A classifier's config may set this key, but a classifier has no LM head to tie.
             tied=bool(model["tie_word_embeddings"]) and score_head_of(hf_config) is None,
-            qkv_bias=family == "qwen2" or model["attention_bias"],
-            attention_out_bias=family not in ("glm4_moe", "qwen2") and model["attention_bias"],
+            qkv_bias=family in _QKV_BIAS or model["attention_bias"],
+            attention_out_bias=family not in ("glm4_moe", *_QKV_BIAS) and model["attention_bias"],
             mlp_bias=model["mlp_bias"],
-            qk_norm=bool(linear or family in ("qwen3", "qwen3_moe") or (family == "glm4_moe" and model["use_qk_norm"])),
+            qk_norm=bool(linear or family in _QK_NORM or (family == "glm4_moe" and model["use_qk_norm"])),
             fused=family == "phi3",
             experts=experts(model),
             latent=latent,
@@ -165,6 +172,7 @@ class ModelShape:
             trains_mtp=trains_mtp(hf_config),
             windows=windowed_attention(model),
             has_sinks=has_sinks(model),
+            vision=vision_of(hf_config),
         )
 
 

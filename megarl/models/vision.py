@@ -9,10 +9,58 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.models.multimodal import VISION, WHOLE
+
 KEY = "megarl_vision"
 
 CANONICAL_PREFIX, MEGATRON_PREFIX, ENGINE_PREFIX = "model.visual.", "vision.", "visual."
 """Prefixes of the tower's parameters in checkpoints, in Megatron's first chunk and in vLLM."""
+
+
+_QWEN3_TOWER = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 3584,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN3_DEEPSTACK = _QWEN3_TOWER | {"deepstack_visual_indexes": [8, 16, 24]}
+
+TOWERS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_5_vl": {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+    },
+    "qwen3_5": _QWEN3_TOWER,
+    "qwen3_5_moe": _QWEN3_TOWER,
+    "qwen3_vl": _QWEN3_DEEPSTACK,
+    "qwen3_vl_moe": _QWEN3_DEEPSTACK,
+}
+"""`model_type` of a multimodal model -> transformers' defaults for keys that its vision_config omits."""
+
+_ROTARY_SECTIONS = {
+    "qwen2_5_vl": (16, 24, 24),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (11, 11, 10)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)),
+}
+_IMAGE_TOKENS = {"qwen3_5": 248056, "qwen3_5_moe": 248056}
+_IMAGE_TOKEN = 151655
+"""transformers' defaults for mrope_section and image_token_id."""
+
+CHANNELS = 3
+"""Number of color channels in an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +78,9 @@ class VisionShape:
         image_token: id of the placeholder token.
         rotary_sections: numbers of channel pairs whose angles depend on time, height and width.
         is_interleaved: whether the channels of the sections alternate instead of being consecutive.
+        positions: number of learned position embeddings; 0 if the tower has only rotary embeddings.
+        window: height and width, in patches, of the windows to which attention is restricted; None if it is full.
+        full_layers: indices of the layers with full attention among those with windows.
     """
 
     model_type: str
@@ -45,6 +96,24 @@ class VisionShape:
     image_token: int
     rotary_sections: tuple[int, int, int]
     is_interleaved: bool
+    positions: int = 0
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the tower's layers are those of Qwen2.5-VL, with RMSNorm and a gated MLP."""
+        return self.model_type == "qwen2_5_vl"
+
+    @property
+    def patch_dim(self) -> int:
+        """Number of values in a patch."""
+        return CHANNELS * self.temporal_patch * self.patch**2
+
+    @property
+    def merged(self) -> int:
+        """Number of channels of the patches that are merged into one feature."""
+        return self.hidden * self.merge**2
 
 
 def add_vision(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +126,31 @@ def without_vision(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vision_of(hf_config: Mapping[str, Any]) -> VisionShape | None:
-    """Return the sizes of the tower; None if the model is used without one."""
+    """Return the sizes of the tower; None if the model is used without one. hf_config: the result of `read_config`."""
     if KEY not in hf_config:
         return None
-    raise NotImplementedError
+    whole = hf_config[WHOLE]
+    family = whole["model_type"]
+    tower = {**TOWERS[family], **hf_config[VISION]}
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    time, height, width = rope.get("mrope_section") or _ROTARY_SECTIONS[family]
+    window = tower.get("window_size")
+    return VisionShape(
+        model_type=family,
+        depth=tower["depth"],
+        hidden=tower["hidden_size"],
+        heads=tower["num_heads"],
+        intermediate=tower["intermediate_size"],
+        patch=tower["patch_size"],
+        temporal_patch=tower["temporal_patch_size"],
+        merge=tower["spatial_merge_size"],
+        out_hidden=tower["out_hidden_size"],
+        deepstack=tuple(tower.get("deepstack_visual_indexes") or ()),
+        image_token=whole.get("image_token_id", _IMAGE_TOKENS.get(family, _IMAGE_TOKEN)),
+        rotary_sections=(time, height, width),
+        # transformers ignores mrope_interleaved.
+        is_interleaved=family != "qwen2_5_vl",
+        positions=tower.get("num_position_embeddings", 0),
+        window=None if window is None else window // tower["patch_size"],
+        full_layers=tuple(tower.get("fullatt_block_indexes") or ()),
+    )

@@ -2,7 +2,7 @@
 
 The file is in the safetensors format. Its tensors are the samples' arrays and two JSON texts: the prompts, and the
 groups, which refer to prompts by index. Values that JSON cannot represent are encoded as objects with one of the
-keys below. Floats are restored exactly.
+keys below. Floats are restored exactly. Encoded images are not saved, only their digests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,12 +22,24 @@ from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.errors import UserError
 from megarl.core.latents import AnySample, Conditioning, LatentSample
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 
 SavedGroup = tuple[int, int, list[AnySample]]
 """(prompt's row in the data, weight version at the start of its samples, samples)."""
 
-_KINDS = CandidateIds, Conditioning, DraftCounts, Episode, LatentSample, Prompt, RolloutInfo, Sample, VersionRun
+_KINDS = (
+    CandidateIds,
+    Conditioning,
+    DraftCounts,
+    Episode,
+    LatentSample,
+    Prompt,
+    PromptImage,
+    RolloutInfo,
+    Sample,
+    VersionRun,
+)
 CLASSES = {kind.__name__: kind for kind in _KINDS}
 CLASS, ARRAY, PROMPT, TUPLE, ITEMS = "__class__", "__array__", "__prompt__", "__tuple__", "__items__"
 """Key that marks a JSON object as an instance, an array, a prompt, a tuple, or a dictionary with arbitrary keys."""
@@ -87,6 +99,8 @@ class _Encoder:
                 self._last = value
                 self.prompts.append(self._instance(value))
             return {PROMPT: len(self.prompts) - 1}
+        if isinstance(value, PromptImage):
+            value = replace(value, file=None)  # the run has the encoded image in its data
         if type(value) in CLASSES.values():
             return self._instance(value)
         if value is None or isinstance(value, str | int | float | np.generic) or _is_plain(value):

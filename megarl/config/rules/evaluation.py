@@ -71,6 +71,24 @@ def multi_turn_sets_have_rollout_rewards(item: EvaluationSet, of_set: Config) ->
         )
 
 
+def images_of_sets_are_read(item: EvaluationSet, of_set: Config) -> Iterator[str]:
+    if item.image_column and not of_set.model.vision:
+        yield (
+            f"evaluation.sets: {item.name} has image_column={item.image_column}, but model.vision=false. Fix: set "
+            "model.vision=true, or remove image_column"
+        )
+    elif item.image_column and of_set.data.is_procedural:
+        yield (
+            f"evaluation.sets: {item.name} has image_column={item.image_column}, but source={of_set.data.source} has "
+            "no images. Fix: set source to a file, or remove image_column"
+        )
+    elif of_set.data.image_column is not None and of_set.has_environment and item.environment:
+        yield (
+            f"evaluation.sets: {item.name} has images, but its environment.class={of_set.environment.name} supports "
+            "only text. Fix: set image_column: '' for a set without images, or remove the environment"
+        )
+
+
 def set_names_are_unique(config: Config) -> Iterator[str]:
     names = [item.name for item in config.evaluation.sets]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -176,5 +194,6 @@ SET_RULES = (
     several_samples_require_temperature,
     sets_have_reward_functions,
     context_holds_a_prompt_and_its_response,
+    images_of_sets_are_read,
 )
 """Rules for one set. They also receive the set's configuration."""

@@ -92,6 +92,7 @@ KEY_REQUIREMENTS = (
             "data.weight_column": None,
             "data.solved_weight": None,
             "data.source_weights": {},
+            "data.image_column": None,
         },
     ),
     _if_equal("rollout.engine=diffusers", {"rollout.denoising": BASE, "algorithm.objective.step_weight": "none"}),
@@ -128,7 +129,14 @@ KEY_REQUIREMENTS = (
             "batch.oversampling": None,
             "data.chat_template": BASE,
             "data.system_prompt": None,
+            "model.vision": False,
         },
+    ),
+    _if_set("model.vision=true", {"data.image_column": None}),
+    KeyRequirement(
+        "data.image_column=images",
+        lambda config: config.has_image_prompts,
+        {"data.min_pixels": None, "data.max_pixels": None},
     ),
     KeyRequirement(
         "algorithm.objective.name=clip (or another objective that learns from advantages)",
@@ -287,6 +295,7 @@ KEY_REQUIREMENTS = (
         {"data.options": {}, "data.stages": []},
     ),
     KeyRequirement("data.source=FILE", lambda config: config.data.source != "arithmetic", {"data.source_column": None}),
+    KeyRequirement("data.source=FILE", lambda config: not config.data.is_procedural, {"data.image_column": None}),
     KeyRequirement(
         "data.source=FILE",
         lambda config: not config.data.is_procedural or config.data.reasoning_task is not None,

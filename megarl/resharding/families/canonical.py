@@ -9,7 +9,7 @@ from megarl.models.classifier import score_head_of
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, ZImageShape, is_denoiser
 from megarl.models.shape import LayerKind, ModelShape
 from megarl.models.value_head import value_head_shapes
-from megarl.resharding.families import stable_diffusion_3, z_image
+from megarl.resharding.families import stable_diffusion_3, vision, z_image
 from megarl.resharding.families.attention import attention_parts
 from megarl.resharding.families.experts import expert_parts
 from megarl.resharding.families.gated_delta import gated_delta_parts
@@ -50,6 +50,8 @@ class Canonical:
             self.outer_shapes[HEAD] = (self.model.vocab, self.model.hidden)
         self.value_head = value_head_shapes(hf_config)
         self.outer_shapes |= self.value_head
+        if self.model.vision is not None:
+            self.outer_shapes |= vision.vision_shapes(self.model.vision)
         self._layers: dict[tuple[LayerKind, bool], _Layer] = {}
         """Kind of a layer, and whether it is an MTP layer -> the layer."""
 
@@ -85,7 +87,10 @@ class Canonical:
             is_first: whether the chunk is the model's first.
             vocab_multiple: the vocabulary size is padded to a multiple of this number.
         """
-        return {"embedding.word_embeddings.weight": self._vocabulary(EMBEDDING, vocab_multiple)} if is_first else {}
+        if not is_first:
+            return {}
+        embedding = {"embedding.word_embeddings.weight": self._vocabulary(EMBEDDING, vocab_multiple)}
+        return embedding | (vision.megatron_tilings(self.model.vision) if self.model.vision is not None else {})
 
     def tilings_after_layers(self, is_first: bool, is_last: bool, vocab_multiple: int) -> dict[str, Tiling]:
         """Return the same for the parameters after the layers. With tied weights, the last chunk has its own copy of

@@ -9,6 +9,7 @@ from megarl.config.divisors import divisibility_error, divisors
 from megarl.core.errors import UserError
 from megarl.models.huggingface import replicates_kv_heads, weights_dtype
 from megarl.models.shape import ModelShape
+from megarl.resharding.families import vision
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, HEAD, Canonical
 from megarl.resharding.families.mtp import SEPARATE_ENGINE, is_separate
 from megarl.resharding.families.shard_builder import ShardBuilder, Share
@@ -103,9 +104,11 @@ def _shard(
             tilings, kept = part.vllm_tilings(experts, padded), "float32" if part.engine_float32 else None
             named = {_engine_name(model, prefix + local): tiling for local, tiling in tilings.items()}
             builder.add_layer(layer, "", named, part_share, kept)
-    builder.add(FINAL_NORM, Whole((FINAL_NORM,)), share)
+    builder.add(_engine_name(model, FINAL_NORM), Whole((FINAL_NORM,)), share)
     if not model.tied:
-        builder.add(HEAD, Padded((HEAD,), padded=vocab), share)
+        builder.add(_engine_name(model, HEAD), Padded((HEAD,), padded=vocab), share)
+    for local, tiling in vision.vllm_tilings(model.vision).items() if model.vision is not None else ():
+        builder.add(local, tiling, share)
     return builder.build()
 
 
@@ -117,7 +120,7 @@ def _engine_name(model: ModelShape, name: str) -> str:
     """Return vLLM's name of a parameter, given its name in other families."""
     for part, replacement in GPT_OSS_NAMES.items() if model.model_type == "gpt_oss" else ():
         name = name.replace(part, replacement)
-    return name
+    return name if model.vision is None else vision.ENGINE_TEXT_PREFIX + name
 
 
 def _expert_range(count: int, parts: int, part: int) -> range:

@@ -26,6 +26,7 @@ from megarl.core.completion import Completion, VersionRun
 from megarl.core.prompt import Prompt
 from megarl.data.cursor import PromptCursor
 from megarl.data.files import file_rows
+from megarl.data.images import ImageProcessor
 from megarl.data.packing import Bundle, pack
 from megarl.data.prompts import too_long
 from megarl.environments.observation import limit_observation
@@ -36,6 +37,7 @@ from megarl.rewards.registry import column_parameters, resolve, takes_batches
 from tests.paths import QUICKSTART
 from tests.readme import text_of
 from tests.tiny_model import tiny_tokenizer
+from tests.unit.data.image_data import png
 
 
 def config(*overrides: str) -> Config:
@@ -232,6 +234,12 @@ def prompts_keep_their_messages(_: Path) -> None:
     assert Prompt("p", "", np.array([1], np.int32), messages=messages).messages == messages
 
 
+def patches_come_from_the_encoded_image(folder: Path) -> None:
+    settings = '{"patch_size": 16, "size": {"shortest_edge": 1, "longest_edge": 4096}}'
+    (folder / "preprocessor_config.json").write_text(settings)
+    assert ImageProcessor.of(folder).patches([png(64, 64)]).shape == (16, 3 * 2 * 16**2)
+
+
 CLAIMS: dict[str, Callable[[Path], None]] = {
     "actor.strategy": megatron_is_the_only_trainer,
     "balance_batch": ranks_are_balanced,
@@ -248,6 +256,7 @@ CLAIMS: dict[str, Callable[[Path], None]] = {
     "filter_groups.metric": groups_of_equal_rewards_are_replaced,
     "filter_overlong_prompts": long_prompts_are_not_truncated,
     "gpu_memory_utilization": cache_is_in_gib,
+    "image_patch_size": patches_come_from_the_encoded_image,
     "input_tokenizer": reward_model_reads_these_inputs,
     "kl_ctrl.type": constant_without_a_target,
     "kl_loss_type": kl_estimators_are_verls,
@@ -272,6 +281,7 @@ CLAIMS: dict[str, Callable[[Path], None]] = {
     "resume_from_path": resume_takes_a_checkpoint,
     "resume_mode": resume_takes_a_checkpoint,
     "retriever": search_has_these_options,
+    "return_multi_modal_inputs": patches_come_from_the_encoded_image,
     "return_raw_chat": prompts_keep_their_messages,
     "reward_manager": functions_take_batches_columns_and_options,
     "rollout.load_format": engines_have_no_load_format,

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from transformers import AutoConfig
 
@@ -10,14 +13,16 @@ from megarl.models.huggingface import (
     dequantized,
     has_sinks,
     linear_attention,
-    text_config,
+    rope_parameters,
     untrained_part,
     windowed_attention,
     without_untrained_part,
 )
 from megarl.models.mtp import add_mtp
+from megarl.models.multimodal import TEXT_TYPES, WHOLE, text_config, whole_config
 from megarl.models.shape import ModelShape
 from megarl.models.unsupported import unsupported
+from megarl.models.vision import add_vision
 from tests.published_models import CONFIGS
 
 COMPUTED = {
@@ -32,6 +37,9 @@ def test_defaults_match_transformers(model_type: str) -> None:
     ours = completed({"model_type": model_type})
     known = AutoConfig.for_model(TRANSFORMERS_TYPES.get(model_type, model_type))
     theirs = type(known)
+    if model_type in TEXT_TYPES.values():  # the whole model's key decides
+        whole = type(AutoConfig.for_model(model_type.removesuffix("_text")))
+        assert ours.pop("tie_word_embeddings") == whole.tie_word_embeddings
     if (rope := ours.pop("rope_parameters", None)) is not None:
         assert rope | {"rope_theta": ours["rope_theta"]} == known.rope_parameters
     for key in ours.keys() - {"model_type", "rope_theta", "partial_rotary_factor"}:
@@ -82,13 +90,42 @@ def test_text_model_of_a_multimodal_checkpoint_is_used() -> None:
     text = CONFIGS["Qwen3.5-27B"] | {"mtp_num_hidden_layers": 1}
     outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16"}
     config = text_config(outer | {"text_config": text, "vision_config": {"depth": 27}})
-    assert config == text | {"dtype": "bfloat16", "vision_config": {"depth": 27}}
+    assert config == text | {"dtype": "bfloat16", "vision_config": {"depth": 27}, WHOLE: outer}
     assert untrained_part(config) == (
         "multi-token prediction (mtp_num_hidden_layers=1), the vision encoder (vision_config)"
     )
     assert without_untrained_part(config) == text | {"dtype": "bfloat16", "mtp_num_hidden_layers": 0}
     assert untrained_part(add_mtp(config)) == "the vision encoder (vision_config)"
     assert without_untrained_part(add_mtp(config)) == text | {"dtype": "bfloat16"}
+    assert untrained_part(add_vision(add_mtp(config))) is None
+
+
+def settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings that transformers reads, without the copy of a key of the whole model."""
+    settings = AutoConfig.for_model(**config).to_dict()
+    settings["text_config"].pop("tie_word_embeddings", None)
+    return settings
+
+
+@pytest.mark.parametrize("whole", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_config_of_a_multimodal_model_is_restored(whole: str) -> None:
+    theirs = AutoConfig.for_model(whole, tie_word_embeddings=True)
+    nested = json.loads(theirs.to_json_string()) | {"architectures": ["A"], "image_token_id": 7}
+    flat = text_config(nested)
+    restored = without_untrained_part(add_vision(flat))
+    assert text_config(restored) == flat and restored == whole_config(flat)
+    assert settings(restored) == settings(nested)
+    assert flat["tie_word_embeddings"] and restored["text_config"]["tie_word_embeddings"]
+
+
+def test_flat_config_of_qwen25_vl_is_nested() -> None:
+    """The folders on the Hub have one level."""
+    theirs = json.loads(AutoConfig.for_model("qwen2_5_vl", image_token_id=7).to_json_string())
+    text = theirs.pop("text_config") | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    flat = text_config(text | theirs)
+    assert flat["model_type"] == "qwen2_5_vl_text" and "image_token_id" not in flat
+    assert settings(whole_config(flat)) == settings(text | theirs) and whole_config(flat)["image_token_id"] == 7
+    assert rope_parameters(completed(flat))["rope_type"] == "default"
 
 
 def test_mtp_layer_of_qwen3_next_is_trained_only_if_kept() -> None:

@@ -13,6 +13,7 @@ from megarl.core.completion import CandidateIds, DraftCounts, VersionRun
 from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.environments.protocol import StopReason
 from megarl.rewards.sample_file import load_samples, save_samples
@@ -70,6 +71,16 @@ def test_samples_are_restored_exactly(tmp_path: Path) -> None:
     whole = restored[0][2][0]
     assert (whole.routes.dtype, whole.response_ids.dtype, whole.response_mask.dtype) == (np.int16, np.int32, np.bool_)
     assert not whole.response_ids.flags.writeable
+
+
+def test_encoded_images_are_not_saved(tmp_path: Path) -> None:
+    image = PromptImage(1, 2, (1, 2, 4), "digest", file=object())
+    messages = ({"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image"}]},)
+    prompt = Prompt("p", "?", [5, 6, 6], messages=messages, images=(image,))
+    save_samples([(0, 0, [replace(samples()[1], prompt=prompt)])], tmp_path / "file")
+    [(_, _, [restored])] = load_samples(tmp_path / "file")
+    assert restored.prompt.images == (replace(image, file=None),)
+    assert restored.prompt.messages == messages
 
 
 def plain(sample: Sample) -> Sample:

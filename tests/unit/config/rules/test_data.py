@@ -53,6 +53,60 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
     assert message in line
 
 
+VISION = (FILE, "model.vision=true", "data.image_column=images")
+SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([FILE, "data.image_column=images"], "data.image_column=images: has no effect unless model.vision=true. Fix"),
+        (
+            ["model.vision=true", "data.image_column=images"],
+            "data.image_column=images: has no effect unless data.source=FILE",
+        ),
+        (["data.max_pixels=9000"], "data.max_pixels=9000: has no effect unless data.image_column=images. Fix"),
+        (
+            [*VISION, "data.min_pixels=9000", "data.max_pixels=8000"],
+            "data.min_pixels=9000: exceeds data.max_pixels=8000. Fix: set data.min_pixels=8000",
+        ),
+        (
+            [*VISION, "environment.class=calculator", "rewards.functions=[]"],
+            "data.image_column=images: environment.class=calculator supports only text. Fix: set environment.class=",
+        ),
+        (
+            [*VISION, "reward_model.path=m", "rewards.functions=[]"],
+            "data.image_column=images: the reward model does not see images. Fix: set reward_model.path=null",
+        ),
+        (
+            [*VISION, "teachers.models=[{name: t, feedback: exact_match}]"],
+            "data.image_column=images: prompts with feedback contain only text. Fix: remove feedback from",
+        ),
+        (
+            [f"evaluation.sets=[{SET}, image_column: images}}]"],
+            "evaluation.sets: set has image_column=images, but model.vision=false. Fix: set model.vision=true",
+        ),
+        (
+            [*VISION, f"evaluation.sets=[{SET.replace('b.jsonl', 'arithmetic')}, image_column: images}}]"],
+            "evaluation.sets: set has image_column=images, but source=arithmetic has no images. Fix: set source to a",
+        ),
+        (
+            [*VISION, "evaluation.sets=[{name: set, source: b.jsonl, environment: {class: calculator}}]"],
+            "evaluation.sets: set has images, but its environment.class=calculator supports only text. Fix: set image_",
+        ),
+    ],
+)
+def test_images_in_prompts_are_readable(overrides: list[str], message: str) -> None:
+    (line,) = errors(*overrides)
+    assert message in line
+
+
+def test_sets_may_have_images_of_their_own() -> None:
+    config = recipe("model.vision=true", f"evaluation.sets=[{SET}, image_column: images}}]", "data.max_pixels=9000")
+    assert config.has_image_prompts and config.data.image_column is None
+    assert not recipe(*VISION, f"evaluation.sets=[{SET}, image_column: ''}}]").evaluation.sets[0].image_column
+
+
 def test_data_order_keys_require_prompts() -> None:
     lines = errors(FILE, "data.format=preferences", "algorithm.objective.name=dpo", "data.solved_weight=0.1")
     assert "data.solved_weight=0.1: has no effect unless data.format=prompts. Fix" in lines[0]

@@ -1,0 +1,163 @@
+"""The encoded images of a data set. Only their digests and sizes stay in memory."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from megarl.core.errors import UserError
+from megarl.data.images import ImageError, decode
+
+MAX_FILE_BYTES = 2**28
+"""Maximum size of an encoded image in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image that has been decoded once: the SHA-256 of the encoded image, and its size in pixels."""
+
+    digest: str
+    width: int
+    height: int
+
+
+class ImageFiles:
+    """Returns encoded images by digest.
+
+    Image files are read again when needed. Images from data files are copied to a temporary file in $TMPDIR, which has
+    no name and vanishes with the process. Methods may be called from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._images: dict[str, StoredImage] = {}
+        self._places: dict[str, Path | tuple[int, int]] = {}
+        """Image file, or offset and size in the temporary file, by digest."""
+        self._digests: dict[Path, str] = {}
+        self._copies: BinaryIO | None = None
+        self._num_bytes = 0
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        """Return the number of different images."""
+        return len(self._images)
+
+    def add(self, value: Any, folder: Path) -> StoredImage:
+        """Decode an image of a data row. Raise ImageError if it cannot be read or decoded.
+
+        Args:
+            value: a file path or file: URL, a data: URL, bytes or {bytes, path}.
+            folder: the folder to which paths are relative.
+        """
+        source = _source(value, folder)
+        if isinstance(source, Path) and (known := self._digests.get(source)) is not None:
+            return self._images[known]
+        file = _read(source) if isinstance(source, Path) else source
+        digest = hashlib.sha256(file).hexdigest()
+        image = self._images.get(digest)
+        if image is None:
+            width, height = decode(file).size
+            image = StoredImage(digest, width, height)
+        with self._lock:
+            if digest not in self._places:
+                self._places[digest] = source if isinstance(source, Path) else self._copy(file)
+            self._images[digest] = image
+            if isinstance(source, Path):
+                self._digests[source] = digest
+        return image
+
+    def read(self, digest: str) -> bytes:
+        """Return the encoded image. Raise a UserError if its file has changed since it was added."""
+        place = self._places[digest]
+        if not isinstance(place, Path):
+            assert self._copies is not None, "images were copied without a temporary file"
+            return os.pread(self._copies.fileno(), place[1], place[0])
+        try:
+            file = _read(place)
+        except ImageError as error:
+            raise UserError(f"{place}: the image is missing ({error}). Fix: restore the file") from None
+        if hashlib.sha256(file).hexdigest() != digest:
+            raise UserError(f"{place}: the image has changed since the run started. Fix: restore the file")
+        return file
+
+    def _copy(self, file: bytes) -> tuple[int, int]:
+        """Append an image to the temporary file, and return its offset and size. Requires the lock."""
+        offset = self._num_bytes
+        try:
+            if self._copies is None:
+                self._copies = tempfile.TemporaryFile()  # noqa: SIM115 (it is open as long as this object exists)
+            self._copies.seek(offset)
+            self._copies.write(file)
+            self._copies.flush()
+        except OSError as error:
+            raise UserError(
+                f"{tempfile.gettempdir()}: the data's images cannot be copied to temporary files ({error.strerror}). "
+                "Fix: free disk space, or set TMPDIR to a folder on a larger disk"
+            ) from None
+        self._num_bytes += len(file)
+        return offset, len(file)
+
+
+def _source(value: Any, folder: Path) -> Path | bytes:
+    """Return the path of an image of a data row, or its content."""
+    if isinstance(value, Mapping):
+        value = value["path"] if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, bytes):
+        return value
+    scheme = value.partition(":")[0].lower()
+    if scheme == "data":
+        return _content_of_url(value)
+    if scheme in ("http", "https"):
+        raise ImageError("images are not downloaded", "download it and use the file's path")
+    if scheme != "file":
+        return folder / value
+    url = urlsplit(value)
+    if url.netloc not in ("", "localhost"):
+        raise ImageError(f"it is on another host ({url.netloc})", "copy it and use the file's path")
+    return folder / unquote(url.path)
+
+
+def _content_of_url(url: str) -> bytes:
+    header, comma, content = url.partition(",")
+    if not comma:
+        raise ImageError("its data: URL has no comma before the content", "write data:image/png;base64,CONTENT")
+    if not header.lower().endswith(";base64"):
+        return unquote_to_bytes(content)
+    try:
+        return base64.b64decode(unquote(content), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"its data: URL is not valid base64 ({error})", "encode the image again") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ImageError("it is not a regular file", "correct the path")
+        if status.st_size > MAX_FILE_BYTES:
+            raise ImageError(f"it has {status.st_size} bytes, more than the maximum of {MAX_FILE_BYTES}")
+        return path.read_bytes()
+    except OSError as error:
+        raise ImageError(f"it cannot be read ({error.strerror})", "correct the path, or drop the row") from None
+    except ImageError:
+        raise
+    except ValueError as error:
+        raise ImageError(f"its path is invalid ({error})", "correct the path, or drop the row") from None
+
+
+def describe(value: Any) -> str:
+    """Return a short description of an image of a data row, for error messages: its path, or its form."""
+    if isinstance(value, Mapping):
+        return describe(value.get("path") or value.get("bytes"))
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    return value if len(value) <= 80 and not value.lower().startswith("data:") else f"{value[:30]}…"

@@ -1,0 +1,136 @@
+"""Placeholders of images in prompts: parts of messages, and markers in text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.data.row import Content, as_messages
+
+MARKER = "<image>"
+"""Text that stands for an image in a text prompt, or in a message whose content is text."""
+
+
+def is_image(value: Any) -> bool:
+    """Return whether a value of the data has the form of an image: a path, a data: URL, bytes or {bytes, path}."""
+    if isinstance(value, Mapping):
+        fields = _filled(value)
+        return bool(fields) and fields.keys() <= {"bytes", "path"} and all(map(_is_encoded, fields.values()))
+    return _is_encoded(value)
+
+
+def is_content(value: Any) -> bool:
+    """Return whether a value of the data has the form of a message's content: text or parts."""
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(map(_is_part, value)))
+
+
+def has_own_images(prompt: Content) -> bool:
+    """Return whether a part of the prompt contains its image, so that the image is not in data.image_column."""
+    return any(_own_image(part) is not None for part in _parts(prompt))
+
+
+def has_image_parts(prompt: Content) -> bool:
+    return any(map(_is_placeholder, _parts(prompt)))
+
+
+def count_markers(prompt: Content) -> int:
+    """Return the number of markers in the prompt's texts."""
+    contents = [message["content"] for message in as_messages(prompt, "user")]
+    return sum(content.count(MARKER) for content in contents if isinstance(content, str))
+
+
+def place_images(prompt: Content, images: Sequence[Any], column: str, place: str) -> tuple[Content, tuple[Any, ...]]:
+    """Return the prompt with one part {"type": "image"} per image in place of its placeholders, and the images in the
+    order of these parts. Raise a UserError unless the prompt has as many placeholders as the row has images.
+
+    Args:
+        images: the images in data.image_column, for the placeholders without an image of their own.
+        column: the name of this column.
+        place: the location of the row, for error messages.
+    """
+    num_open = count_markers(prompt)
+    num_open += sum(_is_placeholder(part) and _own_image(part) is None for part in _parts(prompt))
+    if num_open != len(images):
+        remedy = "add the images, or remove placeholders. A part of type text may contain <image> as text"
+        if num_open < len(images):
+            remedy = f"add {MARKER} to the prompt where each image belongs, or remove images"
+        raise UserError(
+            f"{place}: the number of placeholders in the prompt ({MARKER}, or parts of type image) is {num_open}, but "
+            f"the number of images in column {column!r} (data.image_column) is {len(images)}. Fix: {remedy}"
+        )
+    if isinstance(prompt, str) and not num_open:
+        return prompt, ()
+    remaining, placed = iter(images), []
+    messages = []
+    for message in as_messages(prompt, "user"):
+        parts = _split(message["content"])
+        for part in parts:
+            if _is_placeholder(part):
+                own = _own_image(part)
+                placed.append(next(remaining) if own is None else own)
+        is_text = isinstance(message["content"], str) and not any(map(_is_placeholder, parts))
+        content = message["content"] if is_text else [_plain(part) for part in parts]
+        messages.append({"role": message["role"], "content": content})
+    return messages, tuple(placed)
+
+
+def _plain(part: Mapping[str, Any]) -> dict[str, str]:
+    """Return a part without other fields: chat templates take a part with an empty field `image` for an image."""
+    return {"type": "image"} if _is_placeholder(part) else {"type": "text", "text": part["text"]}
+
+
+def _is_placeholder(part: Mapping[str, Any]) -> bool:
+    return part["type"] != "text"
+
+
+def _split(content: str | list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the parts of a message. Text is split at the markers."""
+    if not isinstance(content, str):
+        return content
+    parts: list[Mapping[str, Any]] = []
+    for number, text in enumerate(content.split(MARKER)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def _parts(prompt: Content) -> Iterator[Mapping[str, Any]]:
+    for message in as_messages(prompt, "user"):
+        if not isinstance(message["content"], str):
+            yield from message["content"]
+
+
+def _own_image(part: Mapping[str, Any]) -> Any:
+    """Return the image that a part contains; None if it contains none."""
+    fields = _filled(part)
+    url = fields.get("image_url")
+    return url["url"] if isinstance(url, Mapping) else fields.get("image", url)
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    fields = _filled(part)
+    kind = fields.pop("type", None)
+    if kind == "text":
+        return fields.keys() == {"text"} and isinstance(fields["text"], str)
+    if kind == "image":
+        return not fields or (fields.keys() == {"image"} and is_image(fields["image"]))
+    if kind != "image_url" or fields.keys() != {"image_url"}:
+        return False
+    url = fields["image_url"]
+    return isinstance(url, str) or (isinstance(url, Mapping) and isinstance(url.get("url"), str))
+
+
+def _is_encoded(value: Any) -> bool:
+    return isinstance(value, str | bytes)
+
+
+def _filled(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields without those that Parquet fills with nulls, because other rows have them."""
+    return {name: value for name, value in fields.items() if not _is_null(value)}
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and all(map(_is_null, value.values())))

@@ -1,0 +1,146 @@
+"""The images of data rows: loaded once, and placed among the tokens of their prompts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megarl.config.data_schema import Data
+from megarl.config.schema import Config
+from megarl.core.errors import UserError
+from megarl.core.prompt_images import PromptImage
+from megarl.data.chat import plain
+from megarl.data.image_files import ImageFiles, StoredImage, describe
+from megarl.data.image_parts import count_markers, place_images
+from megarl.data.images import ImageError, ImageProcessor
+from megarl.data.row import Content, Row
+from megarl.data.sources import place_of
+from megarl.models.folder import read_config
+from megarl.models.multimodal import VISION
+from megarl.models.vision import add_vision, vision_of
+
+ROWS_AT_ONCE = 64
+"""Number of rows whose images are in memory at the same time."""
+
+MAX_THREADS = 16
+"""Maximum number of threads that decode images. The largest image takes 270 MB."""
+
+PROGRESS_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """An image of a row, and its number of patches in time, height and width."""
+
+    image: StoredImage
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Loads the images of a data source.
+
+    Attributes:
+        token: id of the model's image placeholder.
+    """
+
+    data: Data
+    processor: ImageProcessor
+    token: int
+    files: ImageFiles
+
+    @classmethod
+    def of(cls, config: Config, folder: Path) -> ImageRows | None:
+        """Return the loader of a data source; None for prompts without images."""
+        data = config.data
+        if data.image_column is None:
+            return None
+        hf_config = read_config(folder)
+        if VISION not in hf_config:
+            raise UserError(
+                f"data.image_column={data.image_column}: the model in {folder} has no vision tower. Fix: use a "
+                "vision-language model, or set data.image_column=null"
+            )
+        shape = vision_of(add_vision(hf_config))
+        assert shape is not None, "the config has a vision tower"
+        processor = ImageProcessor.of(folder, data.min_pixels, data.max_pixels)
+        if (shape.patch, shape.temporal_patch, shape.merge) != processor.patch_sizes:
+            raise UserError(
+                f"model.path: {folder}: preprocessor_config.json has patches of {processor.patch_sizes} (size, frames, "
+                f"merged), but config.json of {(shape.patch, shape.temporal_patch, shape.merge)}. Fix: copy both files "
+                "from the original model"
+            )
+        return cls(data, processor, shape.image_token, ImageFiles())
+
+    def load(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Yield the rows, with LoadedImages in the order of their placeholders and with a part of type image for each
+        of them. Raise a UserError that names the row if an image cannot be used, or if a row's placeholders do not
+        match its images. Print the progress every PROGRESS_S seconds."""
+        num_loaded, printed = 0, time.monotonic()
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "images") as pool:
+            while batch := list(islice(rows, ROWS_AT_ONCE)):
+                yield from pool.map(self._load, batch)
+                num_loaded += len(batch)
+                if time.monotonic() > printed + PROGRESS_S:
+                    printed = time.monotonic()
+                    print(f"data: checked the images of {num_loaded:,} rows", flush=True)
+
+    def expand(
+        self, token_ids: list[int], images: Sequence[LoadedImage], place: str
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the token ids of a prompt with one placeholder per feature, and the images in the prompt. Raise a
+        UserError unless the prompt has one placeholder per image.
+
+        Args:
+            token_ids: ids with one placeholder per image.
+            place: the location of the row, for error messages.
+        """
+        if (num_tokens := token_ids.count(self.token)) != len(images):
+            fix = "write the token once for each image, as the model's chat template does"
+            if self.data.chat_template:
+                fix = "remove the token from the assistant's messages, or use a chat template that supports images"
+            raise UserError(
+                f"{place}: the number of image tokens in the prompt is {num_tokens}, but the number of images is "
+                f"{len(images)}. Fix: {fix}"
+            )
+        expanded: list[int] = []
+        placed: list[PromptImage] = []
+        for token in token_ids:
+            if token != self.token:
+                expanded.append(token)
+                continue
+            loaded = images[len(placed)]
+            count = self.processor.num_tokens(loaded.grid)
+            placed.append(PromptImage(len(expanded), count, loaded.grid, loaded.image.digest))
+            expanded += [token] * count
+        return expanded, tuple(placed)
+
+    def require_text(self, prompt: Content, token_ids: list[int], place: str) -> None:
+        """Raise a UserError if a prompt without images has placeholders."""
+        if count_markers(prompt) or self.token in token_ids:
+            raise UserError(f"{place}: images are not supported in this column. Fix: describe them in text")
+
+    def _load(self, row: Row) -> Row:
+        place = place_of(row, self.data)
+        prompt, values = row.prompt, row.images
+        if self.data.chat_template:
+            assert self.data.image_column is not None, "the data has no column with images"
+            prompt, values = place_images(prompt, values, self.data.image_column, place)
+        else:
+            plain(prompt, place)
+        folder = Path(row.source).expanduser().parent
+        loaded = tuple(self._loaded(value, folder, f"{place}: image {i}") for i, value in enumerate(values, start=1))
+        return replace(row, prompt=prompt, images=loaded)
+
+    def _loaded(self, value: str | bytes | Mapping[str, Any], folder: Path, place: str) -> LoadedImage:
+        try:
+            image = self.files.add(value, folder)
+            return LoadedImage(image, self.processor.grid(image.width, image.height))
+        except ImageError as error:
+            raise UserError(f"{place} ({describe(value)}): {error}. Fix: {error.fix}") from None

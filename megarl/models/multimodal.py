@@ -1,0 +1,65 @@
+"""The config.json of multimodal models, and the config of their text model, which megarl works with.
+
+Hugging Face nests the text model's config in that of the whole model. Old folders of Qwen2.5-VL have both in one level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.models.families import TEXT_MODELS
+
+TEXT, VISION = "text_config", "vision_config"
+"""Keys of the nested configs."""
+
+WHOLE = "megarl_multimodal"
+"""Key under which a text model's config keeps the other keys of the multimodal model's config.json."""
+
+_SHARED = ("dtype", "quantization_config", "tie_word_embeddings", "torch_dtype")
+"""Keys that apply to the text model if the whole model's config has them."""
+
+_OUTER = ("architectures", "model_type", "transformers_version")
+_OUTER_PREFIXES = ("image_", "video_", "vision_")
+"""Keys of the whole model in a config.json with one level."""
+
+
+TEXT_TYPES: Mapping[str, str] = {
+    name: f"{name}_text" for name in ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+}
+"""`model_type` of a multimodal model -> that of its text model."""
+
+WHOLE_ONLY = tuple(text for whole, text in TEXT_TYPES.items() if whole not in TEXT_MODELS)
+"""Types of the text models that engines run only within the whole model."""
+
+
+def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a multimodal model's text model. The keys `vision_config` and `WHOLE` keep the rest, so that
+    `whole_config` can restore it. Other configs are returned unchanged."""
+    whole = str(hf_config.get("model_type"))
+    nested = hf_config.get(TEXT)
+    has_one_level = nested is None and VISION in hf_config
+    if whole not in TEXT_TYPES or not (has_one_level or isinstance(nested, dict)):
+        return dict(hf_config)
+    others = {key: value for key, value in hf_config.items() if key not in (TEXT, VISION)}
+    if has_one_level:
+        outer = {key: value for key, value in others.items() if key in _OUTER or key.startswith(_OUTER_PREFIXES)}
+        text = {key: value for key, value in others.items() if key not in outer}
+    else:
+        outer, text = others, dict(nested or {})
+    shared = {key: others[key] for key in _SHARED if key in others}
+    if "tie_word_embeddings" in others:
+        # transformers uses the outer key, except for folders of Qwen2.5-VL that have the key only in text_config.
+        is_tied = whole == "qwen2_5_vl" and bool(text.get("tie_word_embeddings"))
+        text["tie_word_embeddings"] = others["tie_word_embeddings"] or is_tied
+    named = {"architectures": [TEXT_MODELS[whole]]} if whole in TEXT_MODELS else {}
+    vision = {VISION: hf_config[VISION]} if VISION in hf_config else {}
+    return {"model_type": TEXT_TYPES[whole], **shared, **text, **named, **vision, WHOLE: outer}
+
+
+def whole_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the multimodal model's config.json, in its nested form, given the result of `text_config`."""
+    outer = hf_config[WHOLE]
+    text = {key: value for key, value in hf_config.items() if key not in ("architectures", VISION, WHOLE)}
+    shared = {key: text[key] for key in _SHARED if key in text}
+    return {**outer, **shared, TEXT: text, VISION: hf_config[VISION]}

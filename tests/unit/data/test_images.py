@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megarl.core.errors import UserError
+from megarl.data.images import MAX_IMAGE_PIXELS, ImageError, ImageProcessor, decode
+from tests import tiny_vision
+from tests.unit.data.image_data import encoded, picture, png
+
+
+@pytest.fixture(scope="module")
+def vllm_images() -> ModuleType:
+    """vLLM's functions for images, without the rest of vLLM, which needs torchvision."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations is not None
+    path = Path(spec.submodule_search_locations[0]) / "multimodal" / "image.py"
+    module_spec = importlib.util.spec_from_file_location("vllm_images", path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders by kind."""
+    kinds: tuple[tiny_vision.Kind, ...] = ("qwen2_5_vl", "qwen3_vl")
+    return {kind: tiny_vision.build(tmp_path_factory.mktemp(kind), kind) for kind in kinds}
+
+
+def rotated(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[Image.ExifTags.Base.Orientation] = orientation
+    return encoded(picture(20, 10), "JPEG", exif=exif)
+
+
+def animated() -> bytes:
+    return encoded(picture(12, 8), "GIF", save_all=True, append_images=[picture(12, 8, 1)])
+
+
+FILES = {
+    "rgb": png(20, 10),
+    "jpeg": encoded(picture(20, 10), "JPEG"),
+    "webp": encoded(picture(20, 10, mode="RGBA"), "WEBP", lossless=True),
+    "rgba": encoded(picture(20, 10, mode="RGBA")),
+    "grey": encoded(picture(20, 10, mode="L")),
+    "grey and alpha": encoded(picture(20, 10, mode="LA")),
+    "black and white": encoded(picture(20, 10, mode="L").convert("1")),
+    "16 bits": encoded(Image.fromarray(np.arange(0, 65536, 331, np.uint16)[:180].reshape(12, 15))),
+    "palette": encoded(picture(20, 10).convert("P")),
+    "transparent palette": encoded(picture(20, 10).convert("P"), transparency=3),
+    "transparent color": encoded(picture(20, 10), transparency=(1, 2, 3)),
+    "cmyk": encoded(picture(20, 10, mode="CMYK"), "JPEG"),
+    "rotated": rotated(6),
+    "mirrored": rotated(2),
+    "animated": animated(),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_images_are_decoded_as_by_vllm(vllm_images: ModuleType, name: str) -> None:
+    image = vllm_images.normalize_image(vllm_images.open_image(io.BytesIO(FILES[name])))
+    image.load()
+    reference = image if image.mode == "RGB" else vllm_images.convert_image_mode(image, "RGB")
+    decoded = decode(FILES[name])
+    assert (decoded.mode, decoded.size) == ("RGB", reference.size)
+    assert np.array_equal(np.asarray(decoded), np.asarray(reference))
+
+
+def test_exif_orientation_swaps_the_sides() -> None:
+    assert decode(rotated(6)).size == (10, 20)
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """Return a PNG file of this size with the pixels of a small one."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        (b"", "it is not an image in a supported format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "it is not an image in a supported format"),
+        (png(40, 40)[:900], "it cannot be decoded"),
+        (FILES["jpeg"][:400], "it cannot be decoded"),
+        (png_of_size(0, 9), "it is not an image in a supported format"),
+        (png_of_size(MAX_IMAGE_PIXELS // 2, 3), "it has .* more than the maximum of 89478485"),
+        (png_of_size(60_000, 60_000), "it has more than 89478485 pixels"),
+    ],
+    ids=["empty", "eps", "truncated png", "truncated jpeg", "no width", "large", "bomb"],
+)
+def test_unusable_images_are_errors(file: bytes, reason: str) -> None:
+    with pytest.raises(ImageError, match=reason):
+        decode(file)
+
+
+def test_patches_are_normalized_blocks_of_pixels(folders: dict[str, Path]) -> None:
+    processor = ImageProcessor.of(folders["qwen3_vl"])
+    image = picture(64, 32)  # the size of whole patches, so the image is not resized
+    patches = processor.patches([encoded(image)])
+    assert processor.grid(64, 32) == (1, 2, 4) and processor.num_tokens((1, 2, 4)) == 2
+    pixels = (np.asarray(image, np.float32) / 255 - 0.5) / 0.5
+    places = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]  # blocks of 2 × 2 patches
+    expected = []
+    for row, column in places:
+        block = pixels[16 * row : 16 * row + 16, 16 * column : 16 * column + 16].transpose(2, 0, 1)
+        expected.append(np.stack((block, block), axis=1).ravel())  # two equal frames
+    assert patches.dtype == np.float32 and patches.shape == (8, 3 * 2 * 16 * 16)
+    np.testing.assert_allclose(patches, expected, rtol=0, atol=1e-6)
+
+
+def test_pixel_limits_replace_those_of_the_model(folders: dict[str, Path]) -> None:
+    folder = folders["qwen2_5_vl"]
+    assert ImageProcessor.of(folder).grid(560, 280) == (1, 2, 4)
+    assert ImageProcessor.of(folder, max_pixels=14**2 * 128).grid(560, 280) == (1, 8, 16)
+    assert ImageProcessor.of(folder).grid(28, 28) == (1, 2, 2)
+    assert ImageProcessor.of(folder, min_pixels=56**2).grid(28, 28) == (1, 4, 4)
+    with pytest.raises(UserError, match=r"data.min_pixels=4000: images would have at least 4000 and at most 3136"):
+        ImageProcessor.of(folder, min_pixels=4000)
+
+
+def test_extreme_aspect_ratios_are_errors(folders: dict[str, Path]) -> None:
+    processor = ImageProcessor.of(folders["qwen3_vl"])
+    assert processor.num_tokens(processor.grid(200, 1)) > 0
+    with pytest.raises(ImageError, match=r"its size is 201 × 1 pixels, but the model supports aspect ratios"):
+        processor.grid(201, 1)
+
+
+def test_nested_processor_config_takes_precedence(folders: dict[str, Path], tmp_path: Path) -> None:
+    settings = (folders["qwen3_vl"] / "preprocessor_config.json").read_text()
+    (tmp_path / "preprocessor_config.json").write_text(settings)
+    nested = {"image_processor": json.loads(settings) | {"merge_size": 1}, "processor_class": "Qwen3VLProcessor"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    assert ImageProcessor.of(tmp_path).patch_sizes == (16, 2, 1)
+    (tmp_path / "processor_config.json").write_text("{}")
+    assert ImageProcessor.of(tmp_path).patch_sizes == (16, 2, 2)
+
+
+def test_models_without_a_known_processor_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no preprocessor_config.json. Fix: copy the file"):
+        ImageProcessor.of(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}')
+    with pytest.raises(UserError, match=r"SiglipImageProcessor, is not supported. Fix: use Qwen2.5-VL"):
+        ImageProcessor.of(tmp_path)
