@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from megarl.cluster.groups.evaluation import _write as write_evaluation
+from megarl.cluster.groups.evaluation import write_samples
 from megarl.core.completion import VersionRun
 from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.prompt import Prompt
@@ -76,7 +76,7 @@ def write_step(folder: Path, step: int, prompts: Sequence[Prompt], samples_per_p
     with (folder / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"step": step, "reward/mean": 0.5, "time/step": 2.0}) + "\n")
     evaluated = folder / "evaluations" / "digits" / f"step_{step:06d}.jsonl"
-    write_evaluation(evaluated, step, [sample("digits.0.0", prompts[0])], [Score(1.0, {})], _append)
+    write_samples(evaluated, step, [sample("digits.0.0", prompts[0])], [Score(1.0, {})], _append)
     return file
 
 

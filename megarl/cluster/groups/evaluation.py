@@ -16,7 +16,6 @@ from megarl.core.score import Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.rewards.pool import FunctionPool, function_pool
 from megarl.rewards.result import Result
-from megarl.rewards.rollout_file import append_rollouts
 from megarl.rewards.rollout_images import image_folder
 from megarl.rewards.scorer import Scorer, require_ratings
 
@@ -44,15 +43,15 @@ class SetScorer:
             by_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
         scores = [self._scorer.score(sample, by_rollout.get(sample.rollout_id, {}))[0] for sample in samples]
         scores = require_ratings(scores)
-        await asyncio.to_thread(_write, file, version, samples, scores, self._append)
+        await asyncio.to_thread(write_samples, file, version, samples, scores, self._append)
         return scores
 
 
 class EvaluationScorer:
     """The scorers for all evaluation sets. Sets with the same reward functions share processes."""
 
-    def __init__(self, config: Config, num_processes: int, append: Append = append_rollouts):
-        """append: appends samples to a file, see `append_rollouts`."""
+    def __init__(self, config: Config, num_processes: int, append: Append):
+        """append: appends samples with their scores to a file, as `append_rollouts` does."""
         self._pools: dict[str, FunctionPool] = {}
         self._sets: dict[str, SetScorer] = {}
         for evaluation_set in config.evaluation.sets:
@@ -70,10 +69,8 @@ class EvaluationScorer:
             pool.close()
 
 
-def _write(
-    file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score], append: Append = append_rollouts
-) -> None:
-    """Overwrite the file and its images, because an attempt that was killed during this call may have left some."""
+def write_samples(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score], append: Append) -> None:
+    """Overwrite the file and its images, since a killed attempt may have left some."""
     with suppress(OSError):  # the disk may be full, which append_rollouts reports
         file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
