@@ -10,13 +10,11 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.files import open_regular
+from megarl.rewards.prompt_thumbnails import SMALL_SIDE
 from megarl.rewards.rollout_images import image_path
 
 MAX_BYTES = 2**20
 """Maximum total size of a step's image files, in bytes. Base64 in the page adds a third."""
-
-SMALL_SIDE = 128
-"""Width and height in pixels below which an image is enlarged with sharp pixels."""
 
 PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 PNG_SIZE = slice(16, 20), slice(20, 24)
@@ -24,7 +22,8 @@ PNG_SIZE = slice(16, 20), slice(20, 24)
 
 IMAGE, PREVIEW = "image", "preview"
 URI, IS_SMALL = "image_uri", "image_is_small"
-"""Fields of an embedded image: its data URI, and whether it is enlarged with sharp pixels."""
+"""Fields of an embedded image: its data URI, and whether its sides are below SMALL_SIDE. Such an
+image is enlarged with sharp pixels."""
 
 
 def image_fields(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,14 +65,14 @@ def append_rollouts(
     decode: Decode | None = None,
     fetch: Fetch = available_files,
 ) -> bool:
-    """Append samples with their scores, and write their images and thumbnails of those in their prompts, unless the
+    """Append samples with their scores, and write their images and the thumbnails of their prompts' images, unless the
     disk is full. Return whether the lines were written.
 
     Args:
         texts_of: returns the text of each token in a text sample, or None.
         feedback: the feedback that reward functions returned, by sample id and function.
         decode: returns the text of token ids, which locates the images in a prompt.
-        fetch: returns the encoded images for which thumbnails are written.
+        fetch: yields the encoded images for which thumbnails are written.
     """
     images, thumbnails = write_images(path, scored), write_thumbnails(path, scored, fetch)
 

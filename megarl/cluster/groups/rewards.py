@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from megarl.cluster.groups.evaluation import EvaluationScorer
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
@@ -70,6 +69,9 @@ WaitingGroup = tuple[int, int, list[SampleRef]]
 
 MAX_ENDED = 2**18
 """Number of rollout ids to remember in order to recognize late samples."""
+
+FETCH_S = 2.0
+"""Maximum time to wait for an encoded image, in seconds. Scores wait for the thumbnails."""
 
 
 class RewardWorker:
@@ -284,13 +286,20 @@ async def _recorded(results: dict[str, Result]) -> dict[str, Result]:
     return results
 
 
-def _fetch_images(images: Sequence[PromptImage]) -> dict[str, bytes]:
-    """Return the encoded images by digest. If some were lost with a node, return none, because the run can do without
-    their thumbnails."""
-    files = {image.digest: image.file for image in images if isinstance(image.file, ray.ObjectRef)}
-    with suppress(RayError):
-        return available_files(images) | dict(zip(files, ray.get(list(files.values())), strict=True))
-    return available_files(images)
+def _fetch_images(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, bytes]]:
+    """Yield the images with their encoded files, fetched one at a time. Skip images that were lost with their node, and
+    stop at the first one that takes longer than FETCH_S: thumbnails are optional."""
+    for image in images:
+        if not isinstance(image.file, ray.ObjectRef):
+            yield from available_files([image])
+            continue
+        try:
+            file = ray.get(image.file, timeout=FETCH_S)
+        except GetTimeoutError:
+            return
+        except RayError:
+            continue
+        yield image, file
 
 
 def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:

@@ -55,7 +55,7 @@ def test_thumbnail_is_stored_once_for_all_steps(tmp_path: Path) -> None:
 
     def fetch(images):
         fetched.extend(image.digest for image in images)
-        return {image.digest: image.file for image in images}
+        return ((image, image.file) for image in images)
 
     item, other = prompt("p", encoded(RED), "?"), prompt("q", encoded(RED), "!", encoded(GREEN))
     for step in (1, 2):
@@ -109,24 +109,37 @@ def test_number_of_thumbnails_per_step_is_limited(tmp_path: Path, monkeypatch: p
     assert stored == [True, True, False, True, False, False]
 
 
-def test_typed_placeholders_are_text() -> None:
-    """The text contains placeholders that are not tokens of an image."""
-    typed = f"{PLACEHOLDER_TEXT} {PLACEHOLDER_TEXT * 4} "
-    item = prompt("p", typed, encoded(RED), f" {typed}", num_tokens=3)
-    fields = prompt_fields(item, decode, {})
-    assert fields["prompt"] == f"{typed}{PLACEHOLDER_TEXT} {typed}"
-    [image] = fields["prompt_images"]
-    assert (image["start"], image["stop"]) == (len(typed), len(typed) + len(PLACEHOLDER_TEXT))
-    assert "thumbnail" not in image
+def test_time_for_thumbnails_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step writes at least one thumbnail, and later steps write the others."""
+    monkeypatch.setattr(prompt_thumbnails, "MAX_SECONDS", 0.0)
+    item = prompt("p", *(encoded((10 * i, 0, 0)) for i in range(3)))
+    for step in (1, 2):
+        append_rollouts(tmp_path / f"step_{step:06d}.jsonl", step, scored(step, item), decode=decode)
+        assert names_in(tmp_path) == {f"{image.digest}.png" for image in item.images[:step]}
 
 
-@pytest.mark.parametrize("text", ["question", f"question {PLACEHOLDER_TEXT * 30}"])
-def test_text_follows_the_tokens(text: str) -> None:
-    """An environment may replace the prompt's tokens, but not its text."""
-    item = prompt("p", "system, question ", encoded(RED))
-    fields = prompt_fields(Prompt("p", text, item.token_ids, images=item.images), decode, {})
-    assert fields["prompt"] == f"system, question {PLACEHOLDER_TEXT}"
-    assert fields["prompt_images"][0]["start"] == len("system, question ")
+def test_text_with_other_placeholders_has_no_images() -> None:
+    item = prompt("p", f"{PLACEHOLDER_TEXT} ", encoded(RED))
+    assert prompt_fields(item, decode, {}) == {"prompt": f"{PLACEHOLDER_TEXT} {PLACEHOLDER_TEXT}"}
+
+
+def test_links_and_damaged_thumbnails_are_not_in_the_grid(tmp_path: Path) -> None:
+    """A link is replaced by the thumbnail. A damaged file is left out."""
+    item = prompt("p", encoded(RED, 40, 40), encoded(GREEN, 40, 40), encoded(BLUE, 40, 40))
+    paths = [tmp_path / THUMBNAILS / f"{image.digest}.png" for image in item.images]
+    paths[0].parent.mkdir()
+    (tmp_path / "secret.png").write_bytes(encoded((250, 240, 10)))
+    paths[0].symlink_to(tmp_path / "secret.png")
+    paths[1].write_bytes(encoded(GREEN, 40, 40)[:-30])
+    append_rollouts(tmp_path / "step_000001.jsonl", 1, scored(1, item), decode=decode)
+    grid = np.asarray(Image.open(tmp_path / "step_000001" / "grid.png"))
+    shown = [(grid == color).all(-1).any() for color in (RED, GREEN, BLUE, (250, 240, 10))]
+    assert shown == [True, False, True, False] and not paths[0].is_symlink()
+    for path in paths:  # a thumbnail that this process remembers
+        path.unlink()
+    paths[2].symlink_to(tmp_path / "secret.png")
+    append_rollouts(tmp_path / "step_000002.jsonl", 2, scored(2, item), decode=decode)
+    assert not (tmp_path / "step_000002").exists()
 
 
 def test_grid_has_a_row_per_prompt_with_images(tmp_path: Path) -> None:

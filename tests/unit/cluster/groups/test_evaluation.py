@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from megarl.cluster.groups import rewards
 from megarl.cluster.groups.rewards import RewardWorker
 from megarl.config.load import load
 from megarl.core.completion import VersionRun
 from megarl.core.episode import Episode, RolloutInfo
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.models.run_models import ModelFolders
 from tests.paths import QUICKSTART
@@ -90,6 +92,28 @@ def test_images_of_prompts_have_thumbnails(worker, tmp_path: Path, monkeypatch: 
     for file in files:
         [image] = json.loads(file.read_text())["prompt_images"]
         assert image["start"] == len("see ") and (file.parent / image["thumbnail"]).is_file()
+
+
+def test_unavailable_images_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost image is skipped. The first timeout ends the requests."""
+    names = ("stored", "lost", "late", "last")
+    refs = {name: rewards.ray.ObjectRef.from_random() for name in names}
+    failures = {refs["lost"]: ObjectLostError(refs["lost"].hex(), None, ""), refs["late"]: GetTimeoutError("late")}
+    requested = []
+
+    def get(ref, *, timeout: float) -> bytes:
+        assert timeout <= 10
+        requested.append(ref)
+        if ref in failures:
+            raise failures[ref]
+        return b"file"
+
+    monkeypatch.setattr(rewards.ray, "get", get)
+    images = [PromptImage(0, 1, (1, 2, 2), name, refs[name]) for name in names]
+    images.insert(0, PromptImage(0, 1, (1, 2, 2), "local", b"bytes"))
+    files = [(image.digest, file) for image, file in rewards._fetch_images(images)]
+    assert files == [("local", b"bytes"), ("stored", b"file")]
+    assert requested == [refs[name] for name in names[:3]]
 
 
 def test_set_uses_its_functions_and_reports_failures(worker, tmp_path: Path) -> None:
