@@ -17,6 +17,7 @@ from megarl.report.history import History
 from megarl.report.images import IMAGE, IS_SMALL, URI, embed_images, image_fields
 from megarl.report.prompts import PARTS, embed_in_place, render_parts, select_prompt, select_turns, shorten
 from megarl.report.viewer import FileCache, number_or_none, score_of, spread, spread_stably
+from megarl.rewards.prompt_thumbnails import PROMPT_IMAGES
 
 PREFIX = "evaluation/"
 ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)([0-9]{1,9}))")
@@ -109,7 +110,7 @@ def select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
         "prompt_id",
     )
     turns, reward = select_turns(record, MAX_CHARACTERS), number_or_none(record.get("reward"))
-    prompt = select_prompt(record, MAX_CHARACTERS) if "prompt_images" in record else {}
+    prompt = select_prompt(record, MAX_CHARACTERS) if PROMPT_IMAGES in record else {}
     selected = {field: record.get(field) for field in fields} | prompt | image_fields(record)
     return selected | {"reward": reward, "turns": turns}
 

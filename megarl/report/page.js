@@ -1,5 +1,5 @@
 // Rollout text is inserted with textContent only, so that markup in it is never interpreted.
-const steps = JSON.parse(document.getElementById("rollouts").textContent);
+const { steps, thumbnails } = JSON.parse(document.getElementById("rollouts").textContent);
 const CONTROLS = ["step", "order", "view", "color", "outcome", "stop", "text", "least", "most"];
 const [stepSelect, order, view, color, outcome, stop, text, least, most] = CONTROLS.map((id) => document.getElementById(id));
 const [previous, next] = ["previous", "next"].map((id) => document.getElementById(id));
@@ -40,15 +40,15 @@ function image(sample) {
   return node;
 }
 
-// Returns an image of a prompt. Steps share thumbnails, which are named after the contents of the image.
+// Returns an image of a prompt. Thumbnails are shared by all steps, because equal images have equal names.
 function promptImage(image) {
-  const step = image.thumbnail && steps.find((step) => step.thumbnails[image.thumbnail]);
+  const thumbnail = thumbnails[image.thumbnail];
   const label = "num_tokens" in image ? image.num_tokens + " tokens" : "image";
-  if (!step) {
+  if (!thumbnail) {
     const state = image.thumbnail ? "image not shown · " : "image not stored · ";
     return element("span", "prompt-image", [element("span", "", state + label)]);
   }
-  const { image_uri, image_is_small } = step.thumbnails[image.thumbnail];
+  const { image_uri, image_is_small } = thumbnail;
   const node = element("img", image_is_small ? "small" : "", "");
   node.src = image_uri;
   node.alt = "image";
@@ -116,7 +116,7 @@ function groupSections(samples, scales) {
     return asText([promptOf(sample), rollout.slice(0, Math.max(0, rollout.lastIndexOf(".")))]);
   });
   const sections = (group) => promptSection("Prompt · " + group.length + " samples", group[0], [beside(group, scales, "pictures")]);
-  const isShown = (part) => steps.some((step) => step.thumbnails[part.thumbnail]);
+  const isShown = (part) => thumbnails[part.thumbnail];
   const hasImages = (group) => group.some((sample) => sample.image_uri || (sample.content_parts || []).some(isShown));
   const all = [...groups.values()];
   return [...all.filter(hasImages), ...all.filter((group) => !hasImages(group))].map(sections);

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.core.files import is_plain
 from megarl.report.images import IS_SMALL, MAX_BYTES, URI, read_image
-from megarl.rewards.prompt_thumbnails import thumbnail_path
+from megarl.rewards.prompt_thumbnails import PROMPT_IMAGES, thumbnail_path
 
 PARTS = "content_parts"
 """Field with the contents of a prompt or message with images: strings, and objects for the images. An object has
@@ -21,25 +21,19 @@ MAX_IMAGES = 32
 
 def select_prompt(record: Mapping[str, Any], max_characters: int) -> dict[str, Any]:
     """Return the fields of a line's prompt: `prompt`, its text without the placeholders of images, shortened to
-    `max_characters`; and PARTS, if it has images. Images in the part that is left out take its place."""
+    `max_characters`; and PARTS, if it has images. Images within the omitted middle are shown where the text was cut."""
     text, images = str(record.get("prompt")), _images(record)
     bounds = [0, *(index for image in images for index in (image["start"], image["stop"])), len(text)]
     texts = [text[start:stop] for start, stop in zip(bounds[::2], bounds[1::2], strict=True)]
-    shortened = list(_shorten_all(texts, max_characters))
-    fields: dict[str, Any] = {"prompt": "".join(shortened)}
-    if images:
-        parts: list[Any] = [shortened[0]]
-        for image, following in zip(images[:MAX_IMAGES], shortened[1:], strict=False):
-            parts += _selected(image), following
-        if len(images) > MAX_IMAGES:
-            parts += f"\n… {len(images) - MAX_IMAGES} more images …\n", *shortened[MAX_IMAGES + 1 :]
-        fields[PARTS] = parts
-    return fields
+    parts = _parts(texts, images, max_characters)
+    return {"prompt": _text_in(parts), **({PARTS: parts} if images else {})}
 
 
 def select_turns(record: Mapping[str, Any], max_characters: int) -> list[dict[str, Any]]:
-    """Return the fields of a line's messages that the page shows. Texts are shortened to `max_characters`."""
-    images = iter(_images(record))
+    """Return the fields of a line's messages that the page shows. The text of each message is shortened to
+    `max_characters`."""
+    # Messages cover the whole rollout, but after a restart the prompt has only the last part's images.
+    images = iter([] if record.get("first_turn") else _images(record))
     messages = record.get("turns") or record.get("messages") or ()
     return [_select_turn(message, max_characters, images) for message in messages]
 
@@ -53,12 +47,32 @@ def _select_turn(
         "content": shorten(content, max_characters) if isinstance(content, str) else content,
     }
     if isinstance(content, list) and any(map(_is_image, content)):
-        parts = [
-            _selected(next(images, {})) if _is_image(part) else shorten(_text_of(part), max_characters)
-            for part in content
-        ]
-        fields |= {PARTS: parts, "content": "".join(part for part in parts if isinstance(part, str))}
+        texts, shown = [""], []
+        for part in content:
+            if _is_image(part):
+                shown.append(next(images, {}))
+                texts.append("")
+            else:
+                texts[-1] += _text_of(part)
+        parts = _parts(texts, shown, max_characters)
+        fields |= {PARTS: parts, "content": _text_in(parts)}
     return fields | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
+
+
+def _parts(texts: Sequence[str], images: Sequence[Mapping[str, Any]], max_characters: int) -> list[Any]:
+    """Return PARTS with at most `max_characters` of text and MAX_IMAGES images. texts: those before, between and after
+    the images."""
+    first, *others = _shorten_all(texts, max_characters)
+    parts: list[Any] = [first]
+    for image, following in zip(images[:MAX_IMAGES], others, strict=False):
+        parts += _selected(image), following
+    if len(images) > MAX_IMAGES:
+        parts += f"\n… {len(images) - MAX_IMAGES} more images …\n", *others[MAX_IMAGES:]
+    return parts
+
+
+def _text_in(parts: Sequence[Any]) -> str:
+    return "".join(part for part in parts if isinstance(part, str))
 
 
 def _is_image(part: Any) -> bool:
@@ -74,8 +88,8 @@ def _selected(image: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _images(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the images in a line's prompt, in order. Return none of them if the list is malformed."""
-    images, done, length = record.get("prompt_images"), 0, len(str(record.get("prompt")))
+    """Return the images in a line's prompt, in order, or [] if the list is malformed."""
+    images, done, length = record.get(PROMPT_IMAGES), 0, len(str(record.get("prompt")))
     if not isinstance(images, list):
         return []
     for image in images:
@@ -94,7 +108,7 @@ def shorten(text: str, max_characters: int) -> str:
 
 
 def _shorten_all(texts: Sequence[str], max_characters: int) -> Iterator[str]:
-    """Yield the texts without the middle part of their concatenation, if it is longer than `max_characters`."""
+    """Yield the texts with the middle of their concatenation removed if it exceeds `max_characters`."""
     total = sum(map(len, texts))
     if total <= max_characters:
         yield from texts
@@ -115,15 +129,14 @@ def images_in(samples: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             yield from (part for part in holder.get(PARTS, ()) if isinstance(part, dict))
 
 
-def embed_thumbnails(rollouts: Path, samples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], int]:
-    """Read the thumbnails of the samples' images, each once, up to MAX_BYTES in total. Names of files that megarl does
-    not write are removed from the samples.
+def embed_thumbnails(rollouts: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Read each thumbnail of the samples once, up to MAX_BYTES in total. Remove names that megarl does not write.
 
     Args:
         rollouts: the samples' JSONL file.
 
     Returns:
-        The fields of the thumbnails, URI and IS_SMALL, by name; and the number of thumbnails that are left out.
+        The fields of each thumbnail, URI and IS_SMALL, by name. They are empty if it exceeds the limit or was removed.
     """
     thumbnails: dict[str, dict[str, Any]] = {}
     num_bytes = 0
@@ -135,19 +148,18 @@ def embed_thumbnails(rollouts: Path, samples: Sequence[Mapping[str, Any]]) -> tu
         elif (name := str(name)) not in thumbnails:
             thumbnails[name], size = read_image(path, MAX_BYTES - num_bytes)
             num_bytes += size
-    embedded = {name: fields for name, fields in thumbnails.items() if fields}
-    return embedded, len(thumbnails) - len(embedded)
+    return thumbnails
 
 
 def embed_in_place(rollouts: Path, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Add the fields URI and IS_SMALL to the samples' images, up to about MAX_BYTES in total, because a page without
-    scripts has a copy for each of them."""
-    thumbnails, _ = embed_thumbnails(rollouts, samples)
+    """Add URI and IS_SMALL to the samples' images, up to about MAX_BYTES in total. Every occurrence counts, because a
+    page without scripts repeats the data."""
+    thumbnails = embed_thumbnails(rollouts, samples)
     num_characters = 0
     for image in images_in(samples):
-        fields = thumbnails.get(image.get("thumbnail", ""), {URI: ""})
-        num_characters += len(fields[URI])
-        if fields[URI] and num_characters <= 4 * MAX_BYTES // 3:
+        fields = thumbnails.get(image.get("thumbnail", ""), {})
+        num_characters += len(fields.get(URI, ""))
+        if fields and num_characters <= 4 * MAX_BYTES // 3:
             image |= fields
 
 

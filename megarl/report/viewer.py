@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -37,9 +37,9 @@ class StepRollouts:
     Attributes:
         num_samples: total number of samples in the step.
         unreadable: number of lines in the step's rollout file that could not be parsed.
-        num_omitted_images: number of stored images of these samples, including those in prompts, that are too large for
-            the page or were removed.
-        thumbnails: the images in these samples' prompts, by the names that the samples contain.
+        num_omitted_images: number of images of these samples that exceed the page's limit or were removed. Images in
+            prompts are not included.
+        thumbnails: stored images of prompts, by thumbnail name. Those that exceed the limit or were removed are empty.
     """
 
     step: int
@@ -56,6 +56,26 @@ class Rollouts:
 
     steps: list[StepRollouts]
     num_steps: int
+
+    @property
+    def num_omitted_images(self) -> int:
+        """Number of stored images, including those in prompts, that exceed the page's limit or were removed."""
+        names = {name for step in self.steps for name in step.thumbnails}
+        num_omitted_thumbnails = len(names - merged_thumbnails(self.steps).keys())
+        return sum(step.num_omitted_images for step in self.steps) + num_omitted_thumbnails
+
+
+def page_data(steps: Sequence[StepRollouts]) -> dict[str, Any]:
+    """Return the page's data. Each step has the names of its thumbnails, and all steps share one copy of their data."""
+    return {
+        "steps": [asdict(step) | {"thumbnails": [*step.thumbnails]} for step in steps],
+        "thumbnails": merged_thumbnails(steps),
+    }
+
+
+def merged_thumbnails(steps: Iterable[StepRollouts]) -> dict[str, dict[str, Any]]:
+    """Return the thumbnails that at least one step embeds, by name."""
+    return {name: fields for step in steps for name, fields in step.thumbnails.items() if fields}
 
 
 def read_rollouts(files: Mapping[int, Path], cache: FileCache | None = None) -> Rollouts:
@@ -105,20 +125,23 @@ def _read_step(step: int, path: Path) -> StepRollouts:
     detailed = [record for record in records if "detail" in record]
     for record in detailed[MAX_DETAILED:]:
         del record["detail"]
-    pictured = [record for record in records if _has_image(record) and "detail" not in record]
-    preferred = [*detailed[:MAX_DETAILED], *pictured[:MAX_IMAGES]]
+    pictured = [record for record in records if IMAGE in record][:MAX_IMAGES]  # whole groups
+    pictured += spread(_with_thumbnails(records), MAX_IMAGES)
+    preferred = [*detailed[:MAX_DETAILED], *pictured]
     is_preferred = set(map(id, preferred))
     others = sorted((record for record in records if id(record) not in is_preferred), key=score_of, reverse=True)
     chosen = [*preferred, *spread(others, MAX_SAMPLES - len(preferred))]
     num_omitted_images = embed_images(path, chosen)
-    thumbnails, num_omitted_thumbnails = embed_thumbnails(path, chosen)
+    thumbnails = embed_thumbnails(path, chosen)
     chosen.sort(key=score_of, reverse=True)
-    num_omitted = num_omitted_images + num_omitted_thumbnails
-    return StepRollouts(step, chosen, len(records), len(unreadable), num_omitted, thumbnails)
+    return StepRollouts(step, chosen, len(records), len(unreadable), num_omitted_images, thumbnails)
 
 
-def _has_image(record: Mapping[str, Any]) -> bool:
-    return IMAGE in record or any("thumbnail" in image for image in images_in([record]))
+def _with_thumbnails(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples without token details that have images in their prompts, in descending order of reward."""
+    pictured = (record for record in records if "detail" not in record and IMAGE not in record)
+    chosen = [record for record in pictured if any("thumbnail" in image for image in images_in([record]))]
+    return sorted(chosen, key=score_of, reverse=True)
 
 
 def score_of(record: Mapping[str, Any]) -> float:

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 THUMBNAILS = "prompt_images"
 
+PROMPT_IMAGES = "prompt_images"
+"""Key of the images in a line's prompt."""
+
 MAX_THUMBNAILS = 32
 """Maximum number of thumbnails to write per step."""
 
@@ -204,7 +207,7 @@ def prompt_fields(prompt: Prompt, decode: Decode | None, thumbnails: Mapping[str
         }
         for image, (start, stop) in zip(prompt.images, places, strict=True)
     ]
-    return {"prompt": prompt.text, "prompt_images": images}
+    return {"prompt": prompt.text, PROMPT_IMAGES: images}
 
 
 def _places(prompt: Prompt, decode: Decode) -> list[tuple[int, int]]:

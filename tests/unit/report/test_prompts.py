@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from megarl.report.evaluations import read_evaluations, render_samples
 from megarl.report.images import IS_SMALL, URI
 from megarl.report.page import rollout_note
 from megarl.report.prompts import MAX_IMAGES, PARTS, select_prompt, select_turns
-from megarl.report.viewer import read_rollouts
+from megarl.report.viewer import MAX_IMAGES as MAX_PICTURED
+from megarl.report.viewer import MAX_SAMPLES, page_data, read_rollouts
 from megarl.rewards.prompt_thumbnails import THUMBNAILS
 from megarl.rewards.rollout_file import append_rollouts
 from megarl.run.folder import RunFolder
@@ -35,12 +37,16 @@ def line(*parts: str | int) -> dict:
     return {"prompt": text, "prompt_images": images}
 
 
+def data_in(page: str) -> str:
+    return page.partition('id="rollouts">')[2].partition("</script>")[0]
+
+
 def test_report_has_images_between_the_texts(tmp_path: Path) -> None:
     items = [prompt("p", "first ", encoded(RED), " then ", encoded(GREEN, 300, 300, "JPEG")), prompt("q", "text only")]
     write_step(tmp_path, 1, items)
     [step] = read_rollouts(RunFolder(tmp_path).rollout_files()).steps
     pictured = [item for item in step.samples if PARTS in item]
-    assert [item["prompt_id"] for item in pictured] == ["p", "p"] and step.num_omitted_images == 0
+    assert [item["prompt_id"] for item in pictured] == ["p", "p"]
     names = [f"{THUMBNAILS}/{image.digest}.{end}" for image, end in zip(items[0].images, ("png", "jpg"), strict=True)]
     for item in pictured:
         parts = [{"num_tokens": 30, "thumbnail": names[0]}, {"num_tokens": 31, "thumbnail": names[1]}]
@@ -54,8 +60,7 @@ def test_report_has_images_between_the_texts(tmp_path: Path) -> None:
         )
     assert [*RunFolder(tmp_path).image_grids(1)] == ["rollouts/images", "evaluation/digits/images"]
     page = report.write(tmp_path).read_text()
-    script = page.partition('id="rollouts">')[2].partition("</script>")[0]
-    assert script.count('"data:image/') == 2  # once per image, not per sample
+    assert data_in(page).count('"data:image/') == 2  # once per image, not per sample
     assert "image_pad" not in page and not re.search(r'(src|href)="(?!data:)', page)
 
 
@@ -95,8 +100,44 @@ def test_images_in_messages_are_those_of_the_prompt() -> None:
         "messages": [{"role": "user", "content": content}, {"role": "tool", "content": [1]}]
     }
     first, second = select_turns(record, 100)
-    assert first[PARTS] == ["see ", {"num_tokens": 5}, "?", {}] and first["content"] == "see ?"
+    assert first[PARTS] == ["see ", {"num_tokens": 5}, "?", {}, ""] and first["content"] == "see ?"
     assert second == {"role": "tool", "content": [1]}
+    first, _ = select_turns(record | {"first_turn": 2}, 100)  # earlier parts of the rollout had other images
+    assert first[PARTS] == ["see ", {}, "?", {}, ""]
+
+
+def test_messages_have_the_limits_of_prompts() -> None:
+    content = [{"type": "text", "text": "a" * 60}, {"type": "image"}, {"type": "text", "text": "b" * 60}]
+    content += [{"type": "image"}] * (MAX_IMAGES + 1)
+    [turn] = select_turns({"messages": [{"role": "user", "content": content}]}, 100)
+    assert sum(isinstance(part, dict) for part in turn[PARTS]) == MAX_IMAGES
+    texts = ["a" * 50 + "\n… 20 characters omitted …\n", "b" * 50, "\n… 2 more images …\n"]
+    assert [part for part in turn[PARTS] if part and isinstance(part, str)] == texts
+
+
+def test_samples_with_images_are_spread_over_the_rewards(tmp_path: Path) -> None:
+    samples = [line("x", 5) | {"reward": float(i)} for i in range(MAX_PICTURED * 2)]
+    for item in samples:
+        item["prompt_images"][0]["thumbnail"] = f"{THUMBNAILS}/{'0' * 64}.png"
+    file = tmp_path / "step_000001.jsonl"
+    file.write_text("".join(json.dumps({"response": "r", "sample_id": "1.0.0", **item}) + "\n" for item in samples))
+    [step] = read_rollouts({1: file}).steps
+    rewards = [item["reward"] for item in step.samples]
+    assert (rewards[0], rewards[-1], len(rewards)) == (len(samples) - 1, 0, MAX_SAMPLES)
+    assert max(before - after for before, after in pairwise(rewards)) <= 3
+
+
+def test_steps_share_embedded_thumbnails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image that one step leaves out is shown if another step embeds it."""
+    items = [prompt(f"p{i}", encoded((10 * i, 0, 0)), "?") for i in range(3)]
+    files = {step: write_step(tmp_path, step, chosen) for step, chosen in ((1, items[:2]), (2, items[1:]), (3, items))}
+    size = max(path.stat().st_size for path in (tmp_path / "rollouts" / THUMBNAILS).glob("*"))
+    monkeypatch.setattr(prompts, "MAX_BYTES", 2 * size)
+    rollouts = read_rollouts(files)
+    assert [len([fields for fields in step.thumbnails.values() if fields]) for step in rollouts.steps] == [2, 2, 2]
+    assert rollouts.num_omitted_images == 0
+    page = report.write(tmp_path).read_text()
+    assert data_in(page).count('"data:image/') == 3
 
 
 def test_thumbnails_are_embedded_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +146,7 @@ def test_thumbnails_are_embedded_up_to_the_limit(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(prompts, "MAX_BYTES", 3 * size)
     rollouts = read_rollouts({1: file})
     [step] = rollouts.steps
-    assert len(step.thumbnails) == 3 and step.num_omitted_images == 1
+    assert sum(map(bool, step.thumbnails.values())) == 3 and rollouts.num_omitted_images == 1
     assert "1 of their images are missing or left out" in rollout_note(rollouts)
 
 
@@ -126,8 +167,8 @@ def test_replaced_thumbnail_is_not_embedded(tmp_path: Path) -> None:
     first.write_text("<svg/>")
     second.unlink()
     second.symlink_to(file)
-    [step] = read_rollouts({1: file}).steps
-    assert step.thumbnails == {} and step.num_omitted_images == 2
+    rollouts = read_rollouts({1: file})
+    assert page_data(rollouts.steps)["thumbnails"] == {} and rollouts.num_omitted_images == 2
 
 
 def test_evaluation_has_images_in_prompts_and_messages(tmp_path: Path) -> None:
