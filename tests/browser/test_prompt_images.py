@@ -40,6 +40,9 @@ def test_images_are_in_their_places_in_the_prompt(tmp_path: Path) -> None:
     with serving(folder) as address, browse_with(tmp_path, address) as tab:
         write_step(folder, 2, items, 3)
         tab.until("steps.length === 2 && document.querySelectorAll('#samples .prompt-image img').length === 6")
+        assert tab.eval("Object.keys(thumbnails).length") == 2  # the steps share them
+        tab.eval("updateSteps([2], [], {unused: {}})")  # of a step that is no longer shown
+        assert tab.eval("Object.keys(thumbnails).length") == 2
         assert tab.problems == []
     report.write(folder)
     with browse_with(tmp_path / "report", (folder / "report.html").as_uri()) as tab:
