@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import islice
@@ -39,7 +40,7 @@ from megarl.rewards.finished_groups import FinishedGroups
 from megarl.rewards.model_judge import ModelJudge
 from megarl.rewards.model_reward import classifier_reward, model_judge, model_reader
 from megarl.rewards.pool import function_pool
-from megarl.rewards.prompt_thumbnails import available_files
+from megarl.rewards.prompt_thumbnails import MAX_SECONDS, available_files
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages
@@ -69,9 +70,6 @@ WaitingGroup = tuple[int, int, list[SampleRef]]
 
 MAX_ENDED = 2**18
 """Number of rollout ids to remember in order to recognize late samples."""
-
-FETCH_S = 2.0
-"""Maximum time to wait for an encoded image, in seconds. Scores wait for the thumbnails."""
 
 
 class RewardWorker:
@@ -288,13 +286,14 @@ async def _recorded(results: dict[str, Result]) -> dict[str, Result]:
 
 def _fetch_images(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, bytes]]:
     """Yield the images with their encoded files, fetched one at a time. Skip images that were lost with their node, and
-    stop at the first one that takes longer than FETCH_S: thumbnails are optional."""
+    stop if one does not arrive within MAX_SECONDS of the first request: thumbnails are optional."""
+    deadline = time.monotonic() + MAX_SECONDS
     for image in images:
         if not isinstance(image.file, ray.ObjectRef):
             yield from available_files([image])
             continue
         try:
-            file = ray.get(image.file, timeout=FETCH_S)
+            file = ray.get(image.file, timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError:
             return
         except RayError:

@@ -18,6 +18,7 @@ from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.models.run_models import ModelFolders
+from megarl.rewards.prompt_thumbnails import MAX_SECONDS
 from tests.paths import QUICKSTART
 from tests.prompt_image_run import decode, encoded, prompt
 from tests.unit.cluster.groups.test_rewards import sample
@@ -102,7 +103,7 @@ def test_unavailable_images_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> 
     requested = []
 
     def get(ref, *, timeout: float) -> bytes:
-        assert timeout <= 10
+        assert 0 <= timeout <= MAX_SECONDS
         requested.append(ref)
         if ref in failures:
             raise failures[ref]
