@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from megarl.cluster.groups.evaluation import _write as write_evaluation
+from megarl.cluster.groups.evaluation import write_samples
 from megarl.core.completion import VersionRun
 from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.prompt import Prompt
@@ -69,7 +69,7 @@ def evaluate(folder: Path, step: int, noise: float, side: int, caption: str = ""
         sample(f"digits.{digit}.{k}", digit, 10 * digit + k, noise, side, caption) for digit in (7, 8) for k in (0, 1)
     ]
     scores = [Score(None if number == 3 and step == 0 else 1 - noise / 150, {}, failure="f") for number in range(4)]
-    write_evaluation(folder / "evaluations" / "digits" / f"step_{step:06d}.jsonl", step, items, scores)
+    write_samples(folder / "evaluations" / "digits" / f"step_{step:06d}.jsonl", step, items, scores, append_rollouts)
 
 
 def write_run(

@@ -15,7 +15,9 @@ from megarl.core.jsonl import read_objects
 from megarl.report.charts import Chart
 from megarl.report.history import History
 from megarl.report.images import IMAGE, IS_SMALL, URI, embed_images, image_fields
-from megarl.report.viewer import FileCache, number_or_none, score_of, select_turn_fields, shorten, spread, spread_stably
+from megarl.report.prompts import PARTS, embed_in_place, render_parts, select_prompt, select_turns, shorten
+from megarl.report.viewer import FileCache, number_or_none, score_of, spread, spread_stably
+from megarl.rewards.prompt_thumbnails import PROMPT_IMAGES
 
 PREFIX = "evaluation/"
 ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)([0-9]{1,9}))")
@@ -80,7 +82,9 @@ def _read(file: Path) -> list[dict[str, Any]]:
         embed_images(file, samples)
         return samples
     records.sort(key=score_of)
-    return spread(records, MAX_SAMPLES)
+    chosen = spread(records, MAX_SAMPLES)
+    embed_in_place(file, chosen)
+    return chosen
 
 
 def spread_over_prompts(samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,9 +109,10 @@ def select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
         "sample_id",
         "prompt_id",
     )
-    turns = [select_turn_fields(turn, MAX_CHARACTERS) for turn in record.get("messages") or ()]
-    reward = number_or_none(record.get("reward"))
-    return {field: record.get(field) for field in fields} | {"reward": reward, "turns": turns} | image_fields(record)
+    turns, reward = select_turns(record, MAX_CHARACTERS), number_or_none(record.get("reward"))
+    prompt = select_prompt(record, MAX_CHARACTERS) if PROMPT_IMAGES in record else {}
+    selected = {field: record.get(field) for field in fields} | prompt | image_fields(record)
+    return selected | {"reward": reward, "turns": turns}
 
 
 def _set(item: SetSamples) -> str:
@@ -186,7 +191,8 @@ def _sample(sample: Mapping[str, Any]) -> str:
     first, *others = (escape(str(label)) for label in labels if label is not None)
     facts = f'<span class="reward{" failed" if score is None else ""}">{first}</span>'
     facts += "".join(f"<span>{label}</span>" for label in others)
-    sections = {"Prompt": _text(sample["prompt"])}
+    is_pictured = PARTS in sample
+    sections = {"Prompt": f"<pre>{render_parts(sample[PARTS])}</pre>" if is_pictured else _text(sample["prompt"])}
     if sample["turns"] or sample["response"] is not None:  # an image may not be stored
         sections["Response"] = _conversation(sample) or _text(sample["response"])
     texts = "".join(f"<div><h3>{title}</h3>{text}</div>" for title, text in sections.items())
@@ -203,9 +209,10 @@ def _conversation(sample: Mapping[str, Any]) -> str:
     for turn in sample["turns"]:
         content = turn["content"]
         text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+        contents = render_parts(turn.get(PARTS, [text]))
         calls = "".join(
             f'<span class="toolcall">{escape(json.dumps(call))}</span>' for call in turn.get("tool_calls", ())
         )
         role = escape(turn["role"])
-        blocks.append(f'<div class="block role-{role}"><h4>{role}</h4><pre>{escape(text)}{calls}</pre></div>')
+        blocks.append(f'<div class="block role-{role}"><h4>{role}</h4><pre>{contents}{calls}</pre></div>')
     return f'<div class="response">{"".join(blocks)}</div>' if blocks else ""

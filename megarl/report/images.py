@@ -10,13 +10,11 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.files import open_regular
+from megarl.rewards.prompt_thumbnails import SMALL_SIDE
 from megarl.rewards.rollout_images import image_path
 
 MAX_BYTES = 2**20
 """Maximum total size of a step's image files, in bytes. Base64 in the page adds a third."""
-
-SMALL_SIDE = 128
-"""Width and height in pixels below which an image is enlarged with sharp pixels."""
 
 PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 PNG_SIZE = slice(16, 20), slice(20, 24)
@@ -24,7 +22,8 @@ PNG_SIZE = slice(16, 20), slice(20, 24)
 
 IMAGE, PREVIEW = "image", "preview"
 URI, IS_SMALL = "image_uri", "image_is_small"
-"""Fields of an embedded image: its data URI, and whether it is enlarged with sharp pixels."""
+"""Fields of an embedded image: its data URI, and whether its sides are below SMALL_SIDE. Such an
+image is enlarged with sharp pixels."""
 
 
 def image_fields(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,20 +45,24 @@ def embed_images(rollouts: Path, samples: Iterable[dict[str, Any]]) -> int:
         if paths[1] is None:
             continue
         sample[IMAGE] = f"{paths[1].parent.name}/{paths[1].name}"
-        data = _read(paths[0] or paths[1], MAX_BYTES - num_bytes)
-        if data is None:
-            num_omitted += 1
-            continue
-        num_bytes += len(data)
-        kind = "png" if data.startswith(PNG) else "jpeg"
-        sample[URI] = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-        sample[IS_SMALL] = kind == "png" and max(int.from_bytes(data[place]) for place in PNG_SIZE) < SMALL_SIDE
+        fields, size = read_image(paths[0] or paths[1], MAX_BYTES - num_bytes)
+        num_bytes, num_omitted = num_bytes + size, num_omitted + (not fields)
+        sample |= fields
     return num_omitted
 
 
+def read_image(path: Path, max_bytes: int) -> tuple[dict[str, Any], int]:
+    """Return the fields URI and IS_SMALL for a PNG or JPEG file, and its size in bytes. Return no fields and 0 if the
+    file is larger than `max_bytes`, was removed or is a different file."""
+    data = _read(path, max_bytes)
+    if data is None:
+        return {}, 0
+    kind = "png" if data.startswith(PNG) else "jpeg"
+    is_small = kind == "png" and max(int.from_bytes(data[place]) for place in PNG_SIZE) < SMALL_SIDE
+    return {URI: f"data:image/{kind};base64,{base64.b64encode(data).decode()}", IS_SMALL: is_small}, len(data)
+
+
 def _read(path: Path, max_bytes: int) -> bytes | None:
-    """Return the contents of a PNG or JPEG file, or None if it is larger than `max_bytes`, was removed or is a
-    different file."""
     try:
         with open_regular(path) as file:
             data = file.read(max_bytes) if os.fstat(file.fileno()).st_size <= max_bytes else b""

@@ -12,13 +12,16 @@ function insert(sections) {
   }
 }
 
-function updateSteps(order, changed) {
+function updateSteps(order, changed, changedThumbnails) {
   const known = new Map([...steps, ...changed].map((step) => [step.step, step]));
   const isSame = changed.length === 0 && order.length === steps.length;
   if (isSame) return;
   const atLast = stepSelect.selectedIndex === steps.length - 1;
   const selected = stepSelect.value;
   steps.splice(0, steps.length, ...order.map((number) => known.get(number)));
+  Object.assign(thumbnails, changedThumbnails);
+  const used = new Set(steps.flatMap((step) => step.thumbnails));
+  for (const name of Object.keys(thumbnails)) if (!used.has(name)) delete thumbnails[name];
   fill(atLast ? null : selected);
 }
 
@@ -43,7 +46,7 @@ async function poll() {
     hashes = changes.hashes;
     insert(changes.sections);
     updateCharts(changes.charts, changes.points);
-    updateSteps(changes.order, changes.steps);
+    updateSteps(changes.order, changes.steps, changes.thumbnails);
     note.textContent = changes.state;
   } catch (error) {
     note.textContent = "megarl watch has stopped. This page shows the last state.";

@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl
 from megarl.core.errors import UserError
 from megarl.report.charts import axes_of, describe, pack
 from megarl.report.page import ContentsReader, page_charts, render, render_sections, state_of
-from megarl.report.viewer import StepRollouts
+from megarl.report.viewer import StepRollouts, page_data
 from megarl.run.folder import RunFolder
 
 HOST = "127.0.0.1"
@@ -69,7 +69,7 @@ class LiveReport:
                 "hashes": new | position,
                 "sections": {name: html for name, html in sections.items() if known.get(name) != new[name]},
                 "order": [step.step for step in steps],
-                "steps": [asdict(step) for step in steps if known.get(str(step.step)) != new[str(step.step)]],
+                **page_data([step for step in steps if known.get(str(step.step)) != new[str(step.step)]]),
                 **self._new_metrics(known, position),
             }
 

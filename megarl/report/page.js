@@ -1,5 +1,5 @@
 // Rollout text is inserted with textContent only, so that markup in it is never interpreted.
-const steps = JSON.parse(document.getElementById("rollouts").textContent);
+const { steps, thumbnails } = JSON.parse(document.getElementById("rollouts").textContent);
 const CONTROLS = ["step", "order", "view", "color", "outcome", "stop", "text", "least", "most"];
 const [stepSelect, order, view, color, outcome, stop, text, least, most] = CONTROLS.map((id) => document.getElementById(id));
 const [previous, next] = ["previous", "next"].map((id) => document.getElementById(id));
@@ -40,6 +40,30 @@ function image(sample) {
   return node;
 }
 
+// Returns an image of a prompt. Thumbnails are shared by all steps, because equal images have equal names.
+function promptImage(image) {
+  const thumbnail = thumbnails[image.thumbnail];
+  const label = "num_tokens" in image ? image.num_tokens + " tokens" : "image";
+  if (!thumbnail) {
+    const state = image.thumbnail ? "image not shown · " : "image not stored · ";
+    return element("span", "prompt-image", [element("span", "", state + label)]);
+  }
+  const { image_uri, image_is_small } = thumbnail;
+  const node = element("img", image_is_small ? "small" : "", "");
+  node.src = image_uri;
+  node.alt = "image";
+  return element("span", "prompt-image", [node, element("span", "", label)]);
+}
+
+// Returns a text with images in their places.
+function withImages(parts, toNodes = (text) => [text]) {
+  return parts.flatMap((part) => (typeof part === "string" ? toNodes(part) : [promptImage(part)]));
+}
+
+function promptText(sample) {
+  return element("pre", "", sample.content_parts ? withImages(sample.content_parts) : sample.prompt);
+}
+
 // Returns an image with its reward and advantage.
 function picture(sample) {
   const failed = sample.reward === null;
@@ -57,7 +81,7 @@ function response(sample, scales) {
 }
 
 function card(sample, scales) {
-  const prompt = element("div", "", [element("h3", "", "Prompt"), element("pre", "", sample.prompt)]);
+  const prompt = element("div", "", [element("h3", "", "Prompt"), promptText(sample)]);
   const answer = element("div", "", [element("h3", "", "Response"), response(sample, scales)]);
   return element("article", "sample", [facts(sample), element("div", "texts", [prompt, answer])]);
 }
@@ -69,8 +93,8 @@ function beside(samples, scales, className) {
   return element("div", "beside", cards);
 }
 
-function promptSection(title, prompt, rows) {
-  const head = element("div", "prompt", [element("h3", "", title), element("pre", "", prompt)]);
+function promptSection(title, sample, rows) {
+  const head = element("div", "prompt", [element("h3", "", title), promptText(sample)]);
   return element("section", "group", [head, ...rows]);
 }
 
@@ -91,8 +115,9 @@ function groupSections(samples, scales) {
     const rollout = asText(sample.rollout_id ?? sample.sample_id ?? "");
     return asText([promptOf(sample), rollout.slice(0, Math.max(0, rollout.lastIndexOf(".")))]);
   });
-  const sections = (group) => promptSection("Prompt · " + group.length + " samples", group[0].prompt, [beside(group, scales, "pictures")]);
-  const hasImages = (group) => group.some((sample) => sample.image_uri);
+  const sections = (group) => promptSection("Prompt · " + group.length + " samples", group[0], [beside(group, scales, "pictures")]);
+  const isShown = (part) => thumbnails[part.thumbnail];
+  const hasImages = (group) => group.some((sample) => sample.image_uri || (sample.content_parts || []).some(isShown));
   const all = [...groups.values()];
   return [...all.filter(hasImages), ...all.filter((group) => !hasImages(group))].map(sections);
 }
@@ -110,7 +135,7 @@ function stepSections(ordered) {
       strip.prepend(element("h4", "when", "step " + step.step));
       return strip;
     });
-    return promptSection("Prompt · " + row.length + (row.length === 1 ? " step" : " steps"), row[0][1][0].prompt, strips);
+    return promptSection("Prompt · " + row.length + (row.length === 1 ? " step" : " steps"), row[0][1][0], strips);
   });
   return { sections, count: Math.min(MAX_PROMPTS, rows.length) + " of " + rows.length + " prompts" };
 }

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
@@ -24,7 +24,7 @@ from megarl.report.charts import Chart, charts_of, data_json, other_charts, reso
 from megarl.report.evaluations import PREFIX, SetSamples, evaluation_charts, read_evaluations, render_samples
 from megarl.report.history import History, HistoryReader
 from megarl.report.time_section import render_time
-from megarl.report.viewer import MAX_CHARACTERS, FileCache, Rollouts, read_rollouts
+from megarl.report.viewer import MAX_CHARACTERS, FileCache, Rollouts, page_data, read_rollouts
 from megarl.run.folder import RunFolder, changes_in, warnings_in
 from megarl.run.loggers import duration
 from megarl.run.time_ledger import TimeLedger, read_ledger
@@ -144,7 +144,7 @@ def render(run: Contents, hashes: Mapping[str, str] | None = None) -> str:
         connect="connect-src 'self'; " if is_live else "",
         live=f'<p class="note" id="live">{state_of(run)}</p>\n' if is_live else "",
         **{name.replace("-", "_"): html for name, html in render_sections(run).items()},
-        rollouts=script_json([asdict(step) for step in run.rollouts.steps]),
+        rollouts=script_json(page_data(run.rollouts.steps)),
         config=escape(run.config_text),
         manifest=escape(run.manifest_text),
         **chart_parts(page_charts(run.history), {run.name: run.history}, (*SCRIPTS, "live.js") if is_live else SCRIPTS),
@@ -244,7 +244,7 @@ def rollout_note(rollouts: Rollouts) -> str:
         parts.append(f"{len(rollouts.steps)} of {rollouts.num_steps} steps, evenly spaced")
     if kept < num_samples:
         parts.append(f"{kept} of the {num_samples} samples in these steps, evenly spaced by reward")
-    num_omitted = sum(step.num_omitted_images for step in rollouts.steps)
+    num_omitted = rollouts.num_omitted_images
     images = f" {num_omitted} of their images are missing or left out, to limit the page's size." if num_omitted else ""
     if not parts:
         shown = f"This section shows all {kept} samples of the run."

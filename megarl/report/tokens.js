@@ -23,7 +23,8 @@ function block(className, title, content) {
 
 function turnBlocks(turns) {
   return turns.map((turn) => {
-    const content = withToolCalls(asText(turn.content === null || turn.content === undefined ? "" : turn.content));
+    const text = asText(turn.content === null || turn.content === undefined ? "" : turn.content);
+    const content = withImages(turn.content_parts || [text], withToolCalls);
     for (const call of turn.tool_calls || []) content.push(element("span", "toolcall", asText(call)));
     return block("role-" + turn.role, asText(turn.role), content);
   });

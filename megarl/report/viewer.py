@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Any
 
 from megarl.core.jsonl import read_objects
 from megarl.report.images import IMAGE, embed_images, image_fields
+from megarl.report.prompts import embed_thumbnails, images_in, select_prompt, select_turns, shorten
 
 MAX_STEPS = 20
 MAX_SAMPLES = 128  # per step
 MAX_CHARACTERS = 3000  # per prompt or response
 FIELDS = (
-    *("sample_id", "prompt", "response", "reward", "parts", "failure", "version", "finish_reason", "answer"),
+    *("sample_id", "response", "reward", "parts", "failure", "version", "finish_reason", "answer"),
     *("num_response_tokens", "advantage", "prompt_id", "rollout_id", "stop_reason"),
 )
 MAX_DETAILED = 24  # samples per step with token details
@@ -36,7 +37,9 @@ class StepRollouts:
     Attributes:
         num_samples: total number of samples in the step.
         unreadable: number of lines in the step's rollout file that could not be parsed.
-        num_omitted_images: number of stored images of these samples that are too large for the page or were removed.
+        num_omitted_images: number of images of these samples that exceed the page's limit or were removed. Images in
+            prompts are not included.
+        thumbnails: stored images of prompts, by thumbnail name. Those that exceed the limit or were removed are empty.
     """
 
     step: int
@@ -44,6 +47,7 @@ class StepRollouts:
     num_samples: int
     unreadable: int
     num_omitted_images: int
+    thumbnails: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,26 @@ class Rollouts:
 
     steps: list[StepRollouts]
     num_steps: int
+
+    @property
+    def num_omitted_images(self) -> int:
+        """Number of stored images, including those in prompts, that exceed the page's limit or were removed."""
+        names = {name for step in self.steps for name in step.thumbnails}
+        num_omitted_thumbnails = len(names - merged_thumbnails(self.steps).keys())
+        return sum(step.num_omitted_images for step in self.steps) + num_omitted_thumbnails
+
+
+def page_data(steps: Sequence[StepRollouts]) -> dict[str, Any]:
+    """Return the page's data. Each step has the names of its thumbnails, and all steps share one copy of their data."""
+    return {
+        "steps": [asdict(step) | {"thumbnails": [*step.thumbnails]} for step in steps],
+        "thumbnails": merged_thumbnails(steps),
+    }
+
+
+def merged_thumbnails(steps: Iterable[StepRollouts]) -> dict[str, dict[str, Any]]:
+    """Return the thumbnails that at least one step embeds, by name."""
+    return {name: fields for step in steps for name, fields in step.thumbnails.items() if fields}
 
 
 def read_rollouts(files: Mapping[int, Path], cache: FileCache | None = None) -> Rollouts:
@@ -101,14 +125,23 @@ def _read_step(step: int, path: Path) -> StepRollouts:
     detailed = [record for record in records if "detail" in record]
     for record in detailed[MAX_DETAILED:]:
         del record["detail"]
-    pictured = [record for record in records if IMAGE in record and "detail" not in record]
-    preferred = [*detailed[:MAX_DETAILED], *pictured[:MAX_IMAGES]]
+    pictured = [record for record in records if IMAGE in record][:MAX_IMAGES]  # whole groups
+    pictured += spread(_with_thumbnails(records), MAX_IMAGES)
+    preferred = [*detailed[:MAX_DETAILED], *pictured]
     is_preferred = set(map(id, preferred))
     others = sorted((record for record in records if id(record) not in is_preferred), key=score_of, reverse=True)
     chosen = [*preferred, *spread(others, MAX_SAMPLES - len(preferred))]
     num_omitted_images = embed_images(path, chosen)
+    thumbnails = embed_thumbnails(path, chosen)
     chosen.sort(key=score_of, reverse=True)
-    return StepRollouts(step, chosen, len(records), len(unreadable), num_omitted_images)
+    return StepRollouts(step, chosen, len(records), len(unreadable), num_omitted_images, thumbnails)
+
+
+def _with_thumbnails(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples without token details that have images in their prompts, in descending order of reward."""
+    pictured = (record for record in records if "detail" not in record and IMAGE not in record)
+    chosen = [record for record in pictured if any("thumbnail" in image for image in images_in([record]))]
+    return sorted(chosen, key=score_of, reverse=True)
 
 
 def score_of(record: Mapping[str, Any]) -> float:
@@ -125,24 +158,13 @@ def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     sample = {field: record.get(field) for field in FIELDS} | {"reward": number_or_none(record.get("reward"))}
     if isinstance(steps := record.get("num_denoising_steps"), int):
         sample |= image_fields(record) | {"num_denoising_steps": steps, "response": ""}
-    texts = {field: shorten(str(sample[field]), MAX_CHARACTERS) for field in ("prompt", "response")}
-    sample |= texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
-    turns = record.get("turns") or record.get("messages")
-    if turns:
-        sample["turns"] = [select_turn_fields(turn, MAX_CHARACTERS) for turn in turns]
+    sample |= select_prompt(record, MAX_CHARACTERS) | {"response": shorten(str(sample["response"]), MAX_CHARACTERS)}
+    sample["mean_logprob"] = _mean(record.get("rollout_logprobs"))
+    if turns := select_turns(record, MAX_CHARACTERS):
+        sample["turns"] = turns
     if record.get("tokens"):
         sample["detail"] = _detail(record)
     return sample
-
-
-def select_turn_fields(message: Mapping[str, Any], max_characters: int) -> dict[str, Any]:
-    """Return the message fields that the page shows. The text is shortened to `max_characters`."""
-    content = message.get("content")
-    fields = {
-        "role": str(message.get("role")),
-        "content": shorten(content, max_characters) if isinstance(content, str) else content,
-    }
-    return fields | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
 
 
 def _detail(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,12 +185,3 @@ def _mean(values: Sequence[float | None] | None) -> float | None:
     """Return the mean of the values. Return None if there are no values or any value is missing."""
     present = [value for value in values or () if value is not None]
     return fmean(present) if values and len(present) == len(values) else None
-
-
-def shorten(text: str, max_characters: int) -> str:
-    """Remove the middle part of a long text, because the start and the end are more informative."""
-    num_omitted = len(text) - max_characters
-    if num_omitted <= 0:
-        return text
-    half = max_characters // 2
-    return f"{text[:half]}\n… {num_omitted} characters omitted …\n{text[-half:]}"

@@ -4,7 +4,8 @@ A line begins with the sample's id and ends with its advantage, which is null un
 advantage is then inserted without parsing the rest of the line, since a response may have a million log-probs. The
 lines of a step's first groups also have per-token details: each token's text and advantage, and the difference between
 the trainer's log-prob and the engine's. These lines contain all token ids, from which `megarl diagnose` recomputes the
-sample. The line of an image names its file, see `rollout_images`.
+sample. The line of an image names its file, see `rollout_images`. The images of a prompt have thumbnails, see
+`prompt_thumbnails`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megarl.core.latents import LatentSample
 from megarl.core.optional_logs import OptionalLog
 from megarl.core.sample import GIVEN, Sample
 from megarl.core.score import Score
+from megarl.rewards.prompt_thumbnails import Decode, Fetch, available_files, prompt_fields, write_thumbnails
 from megarl.rewards.rollout_images import write_images
 
 LOGPROB_DECIMALS = 4
@@ -60,21 +62,27 @@ def append_rollouts(
     scored: Sequence[tuple[Sample | LatentSample, Score]],
     texts_of: TokenTexts = lambda _: None,
     feedback: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    decode: Decode | None = None,
+    fetch: Fetch = available_files,
 ) -> bool:
-    """Append samples with their scores, and write their images, unless the disk is full. Return whether the lines were
-    written.
+    """Append samples with their scores, and write their images and the thumbnails of their prompts' images, unless the
+    disk is full. Return whether the lines were written.
 
     Args:
         texts_of: returns the text of each token in a text sample, or None.
         feedback: the feedback on samples, by sample id and source.
+        decode: returns the text of token ids, which locates the images in a prompt.
+        fetch: yields the encoded images for which thumbnails are written.
     """
-    images = write_images(path, scored)
-    rows = (
-        _image_row(step, sample, score, images.get(sample.id, {}))
-        if isinstance(sample, LatentSample)
-        else _text_row(step, sample, score, texts_of(sample), feedback.get(sample.id))
-        for sample, score in scored
-    )
+    images, thumbnails = write_images(path, scored), write_thumbnails(path, scored, fetch)
+
+    def row(sample: Sample | LatentSample, score: Score) -> dict[str, Any]:
+        prompt = prompt_fields(sample.prompt, decode, thumbnails)
+        if isinstance(sample, LatentSample):
+            return _image_row(step, sample, score, prompt | images.get(sample.id, {}))
+        return _text_row(step, sample, score, prompt, texts_of(sample), feedback.get(sample.id))
+
+    rows = (row(sample, score) for sample, score in scored)
     return ROLLOUTS.append(path, rows, len(scored))
 
 
@@ -130,7 +138,12 @@ def _numbers(values: Sequence[float]) -> str:
 
 
 def _text_row(
-    step: int, sample: Sample, score: Score, texts: Sequence[str] | None, feedback: Mapping[str, str] | None
+    step: int,
+    sample: Sample,
+    score: Score,
+    prompt: Mapping[str, Any],
+    texts: Sequence[str] | None,
+    feedback: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     sampled = {
         **({"feedback": feedback} if feedback else {}),
@@ -141,27 +154,26 @@ def _text_row(
         **_episode_fields(sample),
         **({} if texts is None else {"tokens": texts, **_token_ids(sample)}),
     }
-    return _row(step, sample, score, {"response": sample.text}, sampled)
+    return _row(step, sample, score, {**prompt, "response": sample.text}, sampled)
 
 
-def _image_row(step: int, sample: LatentSample, score: Score, image: Mapping[str, str]) -> dict[str, Any]:
+def _image_row(step: int, sample: LatentSample, score: Score, contents: Mapping[str, Any]) -> dict[str, Any]:
     sampled = {
         "num_denoising_steps": len(sample.sigmas) - 1,
         "trained_denoising_steps": sample.steps.tolist(),
         "rollout_logprobs": _rounded(sample.logprobs, DENOISING_DECIMALS),
     }
-    return _row(step, sample, score, image, sampled)
+    return _row(step, sample, score, contents, sampled)
 
 
 def _row(
-    step: int, sample: Sample | LatentSample, score: Score, response: Mapping[str, Any], sampled: Mapping[str, Any]
+    step: int, sample: Sample | LatentSample, score: Score, contents: Mapping[str, Any], sampled: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
         "sample_id": sample.id,
         "step": step,
         "prompt_id": sample.prompt.id,
-        "prompt": sample.prompt.text,
-        **response,
+        **contents,
         "answer": sample.prompt.answer,
         "reward": score.value,
         "parts": score.parts,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from megarl.core.files import replacement
 from megarl.core.latents import LatentSample
 from megarl.core.optional_logs import OptionalLog
+from megarl.core.sample import Sample
 from megarl.core.score import Score
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ MAX_CAPTION = 300
 """Maximum number of characters of a caption to draw."""
 
 IMAGES = OptionalLog("images")
+
+SampleT = TypeVar("SampleT", Sample, LatentSample)
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(png|jpg)")
 
@@ -87,7 +91,7 @@ def write_images(rollouts: Path, scored: Sequence[tuple[Any, Score]]) -> dict[st
         for sample, _ in stored:
             fields[sample.id] = _write_image(folder, sample.id, sample.response)
         if stored and not (folder / GRID).exists():  # a step may sample in several rounds
-            _save(draw_grid(stored), folder / GRID, format="PNG")
+            save_image(draw_grid(stored), folder / GRID, format="PNG")
 
     IMAGES.attempt(rollouts, write, len(stored))
     return fields
@@ -99,16 +103,16 @@ def _within_limit(folder: Path, scored: Sequence[tuple[LatentSample, Score]]) ->
     num_stored = sum(path.suffix == ".png" and path.name != GRID for path in folder.glob("*"))
     num_left = MAX_PIXELS // num_pixels - num_stored
     chosen: list[tuple[LatentSample, Score]] = []
-    for group in _groups(scored).values():
+    for group in groups_of(scored).values():
         if len(chosen) + len(group) > num_left and (chosen or num_stored):
             break
         chosen += group
     return chosen
 
 
-def _groups(scored: Sequence[tuple[LatentSample, Score]]) -> Mapping[str, list[tuple[LatentSample, Score]]]:
+def groups_of(scored: Sequence[tuple[SampleT, Score]]) -> Mapping[str, list[tuple[SampleT, Score]]]:
     """Return the samples by group. Ids are STEP.GROUP.NUMBER, or SET.ROW.NUMBER in an evaluation."""
-    groups: dict[str, list[tuple[LatentSample, Score]]] = {}
+    groups: dict[str, list[tuple[SampleT, Score]]] = {}
     for sample, score in scored:
         groups.setdefault(sample.id.rpartition(".")[0], []).append((sample, score))
     return groups
@@ -119,42 +123,62 @@ def _write_image(folder: Path, name: str, pixels: NDArray[np.uint8]) -> dict[str
     from PIL import Image
 
     image, file = Image.fromarray(pixels), folder / f"{name}.png"
-    _save(image, file, format="PNG")
+    save_image(image, file, format="PNG")
     fields = {"image": f"{folder.name}/{file.name}"}
     if max(image.size) > PREVIEW_SIDE:
         file = folder / f"{name}.jpg"
         image.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
-        _save(image, file, format="JPEG", quality=PREVIEW_QUALITY)
+        save_image(image, file, format="JPEG", quality=PREVIEW_QUALITY)
         fields["preview"] = f"{folder.name}/{file.name}"
     return fields
 
 
-def _save(image: Image, path: Path, **options: Any) -> None:
+def save_image(image: Image, path: Path, **options: Any) -> None:
+    """Write an image with Pillow's options. The file appears when it is complete."""
     path.parent.mkdir(exist_ok=True)
     with replacement(path) as file:
         image.save(file, **options)
 
 
+@dataclass(frozen=True, slots=True)
+class GridRow:
+    """A row of a grid: a caption, and images with the texts below them."""
+
+    caption: str
+    cells: Sequence[tuple[Image, str]]
+
+
 def draw_grid(scored: Sequence[tuple[LatentSample, Score]]) -> Image:
     """Draw the first groups, one per row, below their captions. The reward is below each image."""
+    from PIL import Image
+
+    groups = [group[:GRID_SAMPLES] for group in list(groups_of(scored).values())[:GRID_GROUPS]]
+    cells = [[(Image.fromarray(sample.response), _reward(score)) for sample, score in group] for group in groups]
+    return draw_rows([GridRow(group[0][0].prompt.text, row) for group, row in zip(groups, cells, strict=True)])
+
+
+def _reward(score: Score) -> str:
+    return "no reward" if score.value is None else f"{score.value:.4g}"
+
+
+def draw_rows(rows: Sequence[GridRow]) -> Image:
+    """Draw the rows of a grid. Long captions are cut."""
     from PIL import Image, ImageDraw, ImageFont
 
-    rows = [group[:GRID_SAMPLES] for group in list(_groups(scored).values())[:GRID_GROUPS]]
     cell, line = GRID_SIDE + GRID_GAP, GRID_TEXT + GRID_GAP
-    width, height = max(map(len, rows)) * cell + GRID_GAP, cell + 2 * line
+    width, height = max(len(row.cells) for row in rows) * cell + GRID_GAP, cell + 2 * line
     grid = Image.new("RGB", (width, len(rows) * height), "white")
     draw, font = ImageDraw.Draw(grid), ImageFont.load_default(GRID_TEXT)
-    for row, group in enumerate(rows):
-        top = row * height + GRID_GAP
-        caption = " ".join(group[0][0].prompt.text[:MAX_CAPTION].split())
+    for number, row in enumerate(rows):
+        top = number * height + GRID_GAP
+        caption = " ".join(row.caption[:MAX_CAPTION].split())
         while draw.textlength(caption, font) > width - 2 * GRID_GAP:
             caption = f"{caption.removesuffix('…')[:-1]}…"
         draw.text((GRID_GAP, top), caption, "black", font)
-        for column, (sample, score) in enumerate(group):
+        for column, (image, text) in enumerate(row.cells):
             left = column * cell + GRID_GAP
-            grid.paste(_fitted(Image.fromarray(sample.response)), (left, top + line))
-            reward = "no reward" if score.value is None else f"{score.value:.4g}"
-            draw.text((left, top + line + cell), reward, "black", font)
+            grid.paste(_fitted(image), (left, top + line))
+            draw.text((left, top + line + cell), text, "black", font)
     return grid
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,20 +16,21 @@ from megarl.core.score import Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.rewards.pool import FunctionPool, function_pool
 from megarl.rewards.result import Result
-from megarl.rewards.rollout_file import append_rollouts
 from megarl.rewards.rollout_images import image_folder
 from megarl.rewards.scorer import Scorer, require_ratings
+
+Append = Callable[[Path, int, Sequence[tuple[Sample, Score]]], object]
 
 
 class SetScorer:
     """The reward functions for one evaluation set, and the pool that runs them."""
 
-    def __init__(self, config: Config, pool: FunctionPool):
+    def __init__(self, config: Config, pool: FunctionPool, append: Append):
         """config: the evaluation set's config."""
         self._functions = [entry.label for entry in config.rewards.functions]
         self._single = [name for name in self._functions if name not in pool.batch_functions]
         self._scorer = Scorer(config.rewards.functions, environment_weight=config.environment.weight)
-        self._pool = pool
+        self._pool, self._append = pool, append
 
     async def score(self, samples: Sequence[Sample], version: int, file: Path) -> list[Score]:
         """Score each sample with the results for its whole rollout, and write the samples as text to a JSONL file."""
@@ -42,14 +43,15 @@ class SetScorer:
             by_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
         scores = [self._scorer.score(sample, by_rollout.get(sample.rollout_id, {}))[0] for sample in samples]
         scores = require_ratings(scores)
-        await asyncio.to_thread(_write, file, version, samples, scores)
+        await asyncio.to_thread(write_samples, file, version, samples, scores, self._append)
         return scores
 
 
 class EvaluationScorer:
     """The scorers for all evaluation sets. Sets with the same reward functions share processes."""
 
-    def __init__(self, config: Config, num_processes: int):
+    def __init__(self, config: Config, num_processes: int, append: Append):
+        """append: appends samples with their scores to a file, as `append_rollouts` does."""
         self._pools: dict[str, FunctionPool] = {}
         self._sets: dict[str, SetScorer] = {}
         for evaluation_set in config.evaluation.sets:
@@ -57,7 +59,7 @@ class EvaluationScorer:
             entries = repr((set_config.rewards.functions, set_config.data.source_column))
             if entries not in self._pools:
                 self._pools[entries] = function_pool(set_config, num_processes if set_config.rewards.functions else 1)
-            self._sets[evaluation_set.name] = SetScorer(set_config, self._pools[entries])
+            self._sets[evaluation_set.name] = SetScorer(set_config, self._pools[entries], append)
 
     def __getitem__(self, name: str) -> SetScorer:
         return self._sets[name]
@@ -67,10 +69,10 @@ class EvaluationScorer:
             pool.close()
 
 
-def _write(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-    """Overwrite the file and its images, because an attempt that was killed during this call may have left some."""
+def write_samples(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score], append: Append) -> None:
+    """Overwrite the file and its images, since a killed attempt may have left some."""
     with suppress(OSError):  # the disk may be full, which append_rollouts reports
         file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     shutil.rmtree(image_folder(file), ignore_errors=True)
-    append_rollouts(file, version, list(zip(samples, scores, strict=True)))
+    append(file, version, list(zip(samples, scores, strict=True)))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
 
 from megarl.cluster.groups.evaluation import EvaluationScorer
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
@@ -24,6 +26,7 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.errors import UserError
 from megarl.core.files import retry_when_full
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.score import Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
@@ -37,6 +40,7 @@ from megarl.rewards.finished_groups import FinishedGroups
 from megarl.rewards.model_judge import ModelJudge
 from megarl.rewards.model_reward import classifier_reward, model_judge, model_reader
 from megarl.rewards.pool import function_pool
+from megarl.rewards.prompt_thumbnails import MAX_SECONDS, available_files
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages
@@ -88,7 +92,8 @@ class RewardWorker:
         self._functions = [entry.label for entry in rewards.functions]
         self._pool = function_pool(config, num_processes)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
-        self._evaluation = EvaluationScorer(config, num_processes)
+        self._append = partial(append_rollouts, decode=lambda ids: self._decoder(ids), fetch=_fetch_images)
+        self._evaluation = EvaluationScorer(config, num_processes, self._append)
         teachers = config.teachers.models if config.teachers_see_feedback else []
         self._feedback = FeedbackPrompts(teachers, config.data, models.actor)
         self._reader: Reader | ModelJudge | None = None
@@ -174,7 +179,7 @@ class RewardWorker:
         await self._finished.written(samples)
         feedback = {sample.id: feedback_on(sample, by_rollout.get(sample.rollout_id, {})) for sample in samples}
         await asyncio.to_thread(self._feedback.note, samples, feedback)
-        await asyncio.to_thread(append_rollouts, rollouts, step, scored, self._token_texts, feedback)
+        await asyncio.to_thread(self._append, rollouts, step, scored, self._token_texts, feedback)
         by_token = {
             sample.id: token_rewards
             for (sample, score), (_, token_rewards) in zip(scored, scores, strict=True)
@@ -273,6 +278,23 @@ class RewardWorker:
 
 async def _recorded(results: dict[str, Result]) -> dict[str, Result]:
     return results
+
+
+def _fetch_images(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, bytes]]:
+    """Yield the images with their encoded files, fetched one at a time. Skip images that were lost with their node, and
+    stop if one does not arrive within MAX_SECONDS of the first request: thumbnails are optional."""
+    deadline = time.monotonic() + MAX_SECONDS
+    for image in images:
+        if not isinstance(image.file, ray.ObjectRef):
+            yield from available_files([image])
+            continue
+        try:
+            file = ray.get(image.file, timeout=max(0.0, deadline - time.monotonic()))
+        except GetTimeoutError:
+            return
+        except RayError:
+            continue
+        yield image, file
 
 
 def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:

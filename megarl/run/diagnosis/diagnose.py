@@ -21,6 +21,7 @@ from megarl.core.files import is_plain, numbered, read_text
 from megarl.core.interpreter import PYTHON
 from megarl.core.jsonl import read_objects
 from megarl.models.folder import resolve
+from megarl.rewards.prompt_thumbnails import PROMPT_IMAGES
 from megarl.rewards.rollout_file import LOGPROB_DIFFERENCES, PROMPT_IDS, RESPONSE_IDS
 from megarl.run.diagnosis.comparison import Stage, compare, first_different, table, verdict
 from megarl.run.diagnosis.side import OUTPUTS, REQUEST, SIDES, Request
@@ -138,7 +139,8 @@ def read_config(folder: Path) -> Config:
 
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
     """Return a saved sample with token ids, by default the first one in the newest step's file. Samples with fewer than
-    three tokens are too short for a comparison. Raise UserError if no such sample exists."""
+    three tokens are too short for a comparison, and images cannot be recomputed from token ids. Raise UserError if no
+    such sample exists."""
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
         raise UserError(
@@ -157,7 +159,14 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
             raise UserError(
                 f"--sample {sample}: step {number} has no such sample. Fix: pass a sample_id from {files[number]}"
             )
-    chosen = next((row for row in rows if len(row[PROMPT_IDS]) + len(row[RESPONSE_IDS]) >= 3), None)
+    long = [row for row in rows if len(row[PROMPT_IDS]) + len(row[RESPONSE_IDS]) >= 3]
+    chosen = next((row for row in long if not row[PROMPT_IMAGES]), None)
+    if chosen is None and long:
+        pictured = f"the prompt of sample {sample} contains" if sample else "the prompts of all samples contain"
+        raise UserError(
+            f"{files[number]}: {pictured} images, which megarl diagnose does not support. Fix: pass a --sample or "
+            "--step whose prompt is text"
+        )
     if chosen is None:
         missing = f"sample {sample} has no token ids" if sample else "no sample has token ids"
         raise UserError(
@@ -168,8 +177,8 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
 
 
 def _token_fields(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample's name, token ids and log-prob differences; the lists are empty if it has none. Raise ValueError
-    if they are malformed."""
+    """Return a sample's name, token ids and log-prob differences; the lists are empty if it has none. Also return
+    whether its prompt contains images. Raise ValueError if the lists are malformed."""
     ids = {name: record.get(name) or [] for name in (PROMPT_IDS, RESPONSE_IDS)}
     if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in ids.values()):
         raise ValueError("malformed token ids")
@@ -177,7 +186,8 @@ def _token_fields(record: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(recorded, list) or not all(value is None or is_plain(value, float) for value in recorded):
         raise ValueError("malformed log-prob differences")
     differences = [value for value in recorded if value is not None]  # null stands for a number that is not finite
-    return {"sample_id": record["sample_id"], **ids, LOGPROB_DIFFERENCES: differences}
+    has_images = bool(record.get(PROMPT_IMAGES))
+    return {"sample_id": record["sample_id"], **ids, LOGPROB_DIFFERENCES: differences, PROMPT_IMAGES: has_images}
 
 
 def find_weights(folder: Path, config: Config, model: Path | None) -> Path:

@@ -152,7 +152,7 @@ def test_page_and_changes_follow_the_run_without_writing(address: str, run: Path
     assert status == 200 and "<h1>watched</h1>" in page
     assert headers["Cache-Control"] == "no-store" and "connect-src 'self'" in page
     known = hashes_in(page)
-    unchanged = {"state": "live", "hashes": known, "sections": {}, "order": [], "steps": []}
+    unchanged = {"state": "live", "hashes": known, "sections": {}, "order": [], "steps": [], "thumbnails": {}}
     assert changes(address, known) == unchanged
     add_step(run, 2)
     changed = changes(address, known)

@@ -80,7 +80,7 @@ def write(folder):
 
 
 def embedded_rollouts(text):
-    return json.loads(Page(text).texts["rollouts"])
+    return json.loads(Page(text).texts["rollouts"])["steps"]
 
 
 def charts_in(text):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megarl.cluster.groups.evaluation import _write as write_evaluation
+from megarl.cluster.groups.evaluation import write_samples
 from megarl.core.completion import VersionRun
 from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.optional_logs import RESERVED_BYTES, OptionalLog
@@ -163,7 +163,7 @@ def test_evaluation_replaces_images_of_a_killed_attempt(tmp_path: Path) -> None:
     file = tmp_path / "evaluations" / "digits.v1" / "step_000002.jsonl"
     for names in (["digits.v1.0.0", "digits.v1.1.0"], ["digits.v1.0.0"]):
         samples = [sample(name, pixels(3)) for name in names]
-        write_evaluation(file, 2, samples, [Score(1.0, {})] * len(samples))
+        write_samples(file, 2, samples, [Score(1.0, {})] * len(samples), append_rollouts)
     assert [row["image"] for row in rows(file)] == ["step_000002/digits.v1.0.0.png"]
     assert names_in(file.with_suffix("")) == ["digits.v1.0.0.png", "grid.png"]
 

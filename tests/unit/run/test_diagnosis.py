@@ -115,6 +115,20 @@ def test_missing_rollout_raises_a_one_line_error(run: Path, step, sample, messag
     assert "\n" not in str(error.value)
 
 
+def test_samples_with_images_are_skipped(run: Path) -> None:
+    file = run / "rollouts/step_000003.jsonl"
+    ids = {"prompt_ids": [1, 2], "response_ids": [3]}
+    image = {"start": 0, "stop": 1, "num_tokens": 1, "digest": "0" * 64}
+    pictured, text = {"sample_id": "3.1.0", **ids, "prompt_images": [image]}, {"sample_id": "3.2.0", **ids}
+    file.write_text("".join(json.dumps(row) + "\n" for row in (pictured, text)))
+    assert find_rollout(run, None, None).sample_id == "3.2.0"
+    with pytest.raises(UserError, match=r"the prompt of sample 3.1.0 contains images, which megarl diagnose does not"):
+        find_rollout(run, 3, "3.1.0")
+    file.write_text(json.dumps(pictured) + "\n")
+    with pytest.raises(UserError, match=r"the prompts of all samples contain images.* Fix: pass a --sample or --step"):
+        find_rollout(run, None, None)
+
+
 def test_recorded_differences_contradict_equal_sides(run: Path) -> None:
     """The run's engine had an argument that `megarl diagnose` does not pass on."""
     row = {"sample_id": "3.0.0", "prompt_ids": [1, 2], "response_ids": [3, 4], "logprob_differences": [0.5, None, -0.3]}

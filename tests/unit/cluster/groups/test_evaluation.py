@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from megarl.cluster.groups import rewards
 from megarl.cluster.groups.rewards import RewardWorker
 from megarl.config.load import load
 from megarl.core.completion import VersionRun
 from megarl.core.episode import Episode, RolloutInfo
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.models.run_models import ModelFolders
+from megarl.rewards.prompt_thumbnails import MAX_SECONDS
 from tests.paths import QUICKSTART
+from tests.prompt_image_run import decode, encoded, prompt
 from tests.unit.cluster.groups.test_rewards import sample
 
 FUNCTIONS = """
@@ -70,6 +75,46 @@ def test_evaluation_does_not_affect_stateful_functions(worker, tmp_path: Path) -
         return [[score.value for score in scores] for scores in (before, evaluated, after)]
 
     assert asyncio.run(step()) == [[1, 2], [1, 2], [3, 4]]
+
+
+def test_images_of_prompts_have_thumbnails(worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the files of steps and of evaluations."""
+    monkeypatch.setitem(vars(worker), "_decoder", decode)
+    item = prompt("prompt 0", "see ", encoded((200, 10, 30)), "?")
+    samples = [replace(sample("1.0.0", "one"), prompt=item)]
+    files = [tmp_path / folder / "step_000001.jsonl" for folder in ("rollouts", "evaluations")]
+    files[0].parent.mkdir()
+
+    async def score() -> None:
+        await worker.score(samples, {}, 1, files[0])
+        await worker.evaluate(samples, "runs", 1, files[1])
+
+    asyncio.run(score())
+    for file in files:
+        [image] = json.loads(file.read_text())["prompt_images"]
+        assert image["start"] == len("see ") and (file.parent / image["thumbnail"]).is_file()
+
+
+def test_unavailable_images_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost image is skipped. The first timeout ends the requests."""
+    names = ("stored", "lost", "late", "last")
+    refs = {name: rewards.ray.ObjectRef.from_random() for name in names}
+    failures = {refs["lost"]: ObjectLostError(refs["lost"].hex(), None, ""), refs["late"]: GetTimeoutError("late")}
+    requested = []
+
+    def get(ref, *, timeout: float) -> bytes:
+        assert 0 <= timeout <= MAX_SECONDS
+        requested.append(ref)
+        if ref in failures:
+            raise failures[ref]
+        return b"file"
+
+    monkeypatch.setattr(rewards.ray, "get", get)
+    images = [PromptImage(0, 1, (1, 2, 2), name, refs[name]) for name in names]
+    images.insert(0, PromptImage(0, 1, (1, 2, 2), "local", b"bytes"))
+    files = [(image.digest, file) for image, file in rewards._fetch_images(images)]
+    assert files == [("local", b"bytes"), ("stored", b"file")]
+    assert requested == [refs[name] for name in names[:3]]
 
 
 def test_set_uses_its_functions_and_reports_failures(worker, tmp_path: Path) -> None:
