@@ -99,9 +99,10 @@ def test_exhausted_memory_is_not_a_damaged_image(monkeypatch: pytest.MonkeyPatch
     def exhaust(image: Image.Image) -> None:
         raise MemoryError
 
+    file = png(20, 10)
     monkeypatch.setattr(Image.Image, "load", exhaust)
     with pytest.raises(MemoryError):
-        size_of(png(20, 10))
+        size_of(file)
 
 
 def png_of_size(width: int, height: int) -> bytes:
