@@ -117,8 +117,8 @@ class ImageProcessor:
 
     @classmethod
     def of(cls, folder: Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:
-        """Return the processor of a model. Raise a UserError if the folder has no valid settings of a supported processor,
-        or if the limits contradict each other.
+        """Return the processor of a model. Raise a UserError if the folder has no valid settings of a supported
+        processor, or if the limits contradict each other.
 
         Args:
             folder: the model's Hugging Face folder, with preprocessor_config.json or processor_config.json.
