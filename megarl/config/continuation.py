@@ -64,6 +64,7 @@ FREE = (
     "rewards.outage_s",
     "rewards.processes",
     "rewards.timeout_s",
+    "data.image_folders",
     "sandbox.provider",
     "sandbox.unsafe",
     "sandbox.image",

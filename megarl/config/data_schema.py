@@ -44,6 +44,7 @@ class Data(Section):
     answer_column: str
     response_column: Text | None
     image_column: Text | None
+    image_folders: list[Text]
     min_pixels: PositiveInt | None
     max_pixels: PositiveInt | None
     source_column: Text | None

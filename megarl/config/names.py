@@ -161,7 +161,7 @@ WITHOUT_KEY = {
     "no_think_rl": "all sampled tokens are trained on",
     "ref.fsdp_config.param_offload": "the reference's weights are always in host memory",
     "ref.megatron.param_offload": "the reference's weights are always in host memory",
-    "return_multi_modal_inputs": "each process computes the patches that it needs from the encoded images",
+    "return_multi_modal_inputs": "patches are always computed from the encoded images",
     "return_raw_chat": "prompts always keep their messages",
     "rollout.load_format": "engines receive their weights from the trainer",
     "rollout.mode": "engines always batch requests asynchronously",

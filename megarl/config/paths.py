@@ -82,6 +82,7 @@ OTHER: Mapping[str, Rewrite] = {
     "run.folder": _whole,
     "resume": _checkpoint,
     "actor.lora.path": _whole,
+    f"data.image_folders.{ITEMS}": _whole,
     "sandbox.image": _unless_uri,
     "trackers.mlflow.tracking_uri": _unless_uri,
 }

@@ -56,6 +56,18 @@ MAX_BYTES, MAX_LINE_BYTES = 2**32, 2**28
 """Maximum size in bytes of a file that is read as a whole, and of a line."""
 
 
+class UnusableFile(UserError):
+    """Raised for a path that is not a readable regular file.
+
+    Attributes:
+        reason: the reason without the path.
+    """
+
+    def __init__(self, path: Path, reason: str, fix: str) -> None:
+        super().__init__(f"{printable(str(path))}: {reason}. Fix: {fix}")
+        self.reason = reason
+
+
 def no_progress(action: str, num_bytes: int, total: int) -> None:
     pass
 
@@ -168,20 +180,20 @@ def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]
         yield line
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raise the same errors as `read_text`."""
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open a regular file for reading. Raise the same errors as `read_text`. follow: accept a symbolic link to a
+    regular file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     except FileNotFoundError:
         raise
     except OSError as error:
-        reason = "a symbolic link" if error.errno == errno.ELOOP else f"not readable ({error.strerror})"
-        raise UserError(
-            f"{printable(str(path))}: {reason}. Fix: replace it with a regular file, or remove it"
-        ) from None
+        is_link = error.errno == errno.ELOOP and not follow
+        reason = "a symbolic link" if is_link else f"not readable ({error.strerror})"
+        raise UnusableFile(path, reason, "replace it with a regular file, or remove it") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UserError(f"{printable(str(path))}: not a regular file. Fix: remove it")
+        raise UnusableFile(path, "not a regular file", "remove it")
     return os.fdopen(descriptor, "rb")
 
 

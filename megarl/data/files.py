@@ -77,24 +77,42 @@ def file_rows(
         if function is not None and name not in (ALL_COLUMNS, image_column)
     )
     if source_column is not None:
-        columns += (Column("data.source_column", source_column, "text", lambda value: isinstance(value, str)),)
+        columns += (Column("data.source_column", source_column, "text", _is_text),)
         further = {source_column: None, **further}
     read = {*further, *([] if image_column is None else [image_column])}
     for number, record in _records(path, columns, read):
-        included = {name for name in further if name != ALL_COLUMNS and has_column(record, name)}
-        included |= record.keys() - {image_column} if ALL_COLUMNS in further else set()
-        values = {name: column_of(record, name) for name in sorted(included)}
+        bare = record if image_column is None else _without_images(record, prompt_column, image_column)
+        included = {name: record if name == image_column else bare for name in further if name != ALL_COLUMNS}
+        included |= {name: bare for name in bare if ALL_COLUMNS in further and name not in included}
+        values = {name: column_of(row, name) for name, row in sorted(included.items()) if has_column(row, name)}
         for name, value in values.items():
             if not _is_json(value):
                 if name == image_column:
                     raise UserError(
-                        f"{path}:{number}: column {name!r} (data.image_column) contains encoded images, which reward "
-                        f"functions do not receive. Fix: rename the parameter {name}, or store paths in the column"
+                        f"{path}:{number}: column {name!r} (data.image_column) contains encoded images, which are not "
+                        f"passed to reward functions. Fix: rename the function's parameter `{name}`, or store paths in "
+                        "the column"
                     )
                 raise _wrong_type(f"{path}:{number}", name, ANSWER_TYPE, value)
         prompt = _plain(column_of(record, prompt_column))
         images = () if image_column is None else _images(record, image_column, prompt, f"{path}:{number}")
         yield Row(number, prompt, column_of(record, answer_column), values, images=images)
+
+
+def _without_images(record: Record, prompt_column: str, image_column: str) -> Record:
+    """Return the row without the column of images, and without the images in the parts of its prompt."""
+    record = _changed(record, prompt_column, lambda row, name: {**row, name: parts.without_images(row[name])})
+    if not has_column(record, image_column):
+        return record
+    return _changed(record, image_column, lambda row, name: {key: row[key] for key in row if key != name})
+
+
+def _changed(record: Record, column: str, change: Callable[[Record, str], Record]) -> Record:
+    """Return the row with the struct changed that contains a column, given the column's plain or dotted name."""
+    if column in record:
+        return change(record, column)
+    outer, _, inner = column.partition(".")
+    return {**record, outer: _changed(record[outer], inner, change)}
 
 
 def _images(record: Record, column: str, prompt: Content, place: str) -> tuple[Any, ...]:
@@ -151,7 +169,7 @@ def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column:
 
 
 def _text(kind: str, name: str) -> Column:
-    return Column(f"data.{kind}_column", name, PROMPT_TYPE, lambda value: isinstance(value, str) or _is_messages(value))
+    return Column(f"data.{kind}_column", name, PROMPT_TYPE, lambda value: _is_text(value) or _is_messages(value))
 
 
 def _parts(name: str) -> Column:

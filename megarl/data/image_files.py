@@ -6,25 +6,28 @@ import base64
 import binascii
 import hashlib
 import os
-import stat
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote, unquote_to_bytes
 
 from megarl.core.errors import UserError
-from megarl.data.images import ImageError, decode
+from megarl.core.files import UnusableFile, open_regular
+from megarl.data.images import ImageError, size_of
 
 MAX_FILE_BYTES = 2**28
 """Maximum size of an encoded image in bytes."""
 
+_REMOTE = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """An image that has been decoded once: the SHA-256 of the encoded image, and its size in pixels."""
+    """A validated image: the SHA-256 of its encoded bytes, and its size in pixels."""
 
     digest: str
     width: int
@@ -34,11 +37,15 @@ class StoredImage:
 class ImageFiles:
     """Returns encoded images by digest.
 
-    Image files are read again when needed. Images from data files are copied to a temporary file in $TMPDIR, which has
-    no name and vanishes with the process. Methods may be called from several threads.
+    Image files are read again when needed. Images from data files are copied to an unnamed temporary file in $TMPDIR,
+    which is deleted when the process exits. Methods may be called from several threads.
+
+    Args:
+        folders: absolute paths of the folders that may contain image files, in addition to those of the data files.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folders: Sequence[Path] = ()) -> None:
+        self._folders = tuple(folders)
         self._images: dict[str, StoredImage] = {}
         self._places: dict[str, Path | tuple[int, int]] = {}
         """Image file, or offset and size in the temporary file, by digest."""
@@ -52,21 +59,27 @@ class ImageFiles:
         return len(self._images)
 
     def add(self, value: Any, folder: Path) -> StoredImage:
-        """Decode an image of a data row. Raise ImageError if it cannot be read or decoded.
+        """Decode an image of a data row. Raise ImageError if it cannot be read or decoded, or is a file in another
+        folder. Symbolic links in these folders may lead to other folders.
 
         Args:
             value: a file path or file: URL, a data: URL, bytes or {bytes, path}.
-            folder: the folder to which paths are relative.
+            folder: absolute path of the data file's folder, to which paths are relative.
         """
         source = _source(value, folder)
+        if isinstance(source, Path) and not any(map(source.is_relative_to, (folder, *self._folders))):
+            raise ImageError(
+                "it is outside the folder of the data file", "add its folder to data.image_folders, or drop the row"
+            )
         if isinstance(source, Path) and (known := self._digests.get(source)) is not None:
             return self._images[known]
         file = _read(source) if isinstance(source, Path) else source
+        if len(file) > MAX_FILE_BYTES:
+            raise ImageError(f"it has more than {MAX_FILE_BYTES} bytes")
         digest = hashlib.sha256(file).hexdigest()
         image = self._images.get(digest)
         if image is None:
-            width, height = decode(file).size
-            image = StoredImage(digest, width, height)
+            image = StoredImage(digest, *size_of(file))
         with self._lock:
             if digest not in self._places:
                 self._places[digest] = source if isinstance(source, Path) else self._copy(file)
@@ -80,11 +93,15 @@ class ImageFiles:
         place = self._places[digest]
         if not isinstance(place, Path):
             assert self._copies is not None, "images were copied without a temporary file"
-            return os.pread(self._copies.fileno(), place[1], place[0])
+            file = os.pread(self._copies.fileno(), place[1], place[0])
+            assert len(file) == place[1], "the temporary file with images is incomplete"
+            return file
         try:
             file = _read(place)
         except ImageError as error:
-            raise UserError(f"{place}: the image is missing ({error}). Fix: restore the file") from None
+            raise UserError(
+                f"{place}: the image can no longer be used: {error}. Fix: restore the file, then resume the run"
+            ) from None
         if hashlib.sha256(file).hexdigest() != digest:
             raise UserError(f"{place}: the image has changed since the run started. Fix: restore the file")
         return file
@@ -100,7 +117,7 @@ class ImageFiles:
             self._copies.flush()
         except OSError as error:
             raise UserError(
-                f"{tempfile.gettempdir()}: the data's images cannot be copied to temporary files ({error.strerror}). "
+                f"{tempfile.gettempdir()}: cannot copy embedded images to a temporary file ({error.strerror}). "
                 "Fix: free disk space, or set TMPDIR to a folder on a larger disk"
             ) from None
         self._num_bytes += len(file)
@@ -108,25 +125,26 @@ class ImageFiles:
 
 
 def _source(value: Any, folder: Path) -> Path | bytes:
-    """Return the path of an image of a data row, or its content."""
+    """Return the path of an image of a data row without `..`, or its content."""
     if isinstance(value, Mapping):
+        if isinstance(value.get("bytes"), str):
+            raise ImageError("its field bytes is text", "write data:image/png;base64,CONTENT")
         value = value["path"] if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes):
         return value
-    scheme = value.partition(":")[0].lower()
-    if scheme == "data":
+    scheme, colon, rest = value.partition(":")
+    if colon and scheme.lower() == "data":
         return _content_of_url(value)
-    if scheme in ("http", "https"):
+    if _REMOTE.match(value):
         raise ImageError("images are not downloaded", "download it and use the file's path")
-    if scheme != "file":
-        return folder / value
-    try:
-        url = urlsplit(value)
-    except ValueError as error:
-        raise ImageError(f"its URL is invalid ({error})", "correct the URL, or drop the row") from None
-    if url.netloc not in ("", "localhost"):
-        raise ImageError(f"it is on another host ({url.netloc})", "copy it and use the file's path")
-    return folder / unquote(url.path)
+    if colon and scheme.lower() == "file":
+        if rest.startswith("//"):
+            host, slash, path = rest[2:].partition("/")
+            if host not in ("", "localhost"):
+                raise ImageError(f"it is on another host ({host})", "copy it and use the file's path")
+            rest = slash + path
+        value = unquote(rest)
+    return Path(os.path.normpath(folder / value))
 
 
 def _content_of_url(url: str) -> bytes:
@@ -142,19 +160,17 @@ def _content_of_url(url: str) -> bytes:
 
 
 def _read(path: Path) -> bytes:
+    """Return the content of a regular file, but at most MAX_FILE_BYTES + 1 bytes."""
+    fix = "correct the path, or drop the row"
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ImageError("it is not a regular file", "correct the path")
-        if status.st_size > MAX_FILE_BYTES:
-            raise ImageError(f"it has {status.st_size} bytes, more than the maximum of {MAX_FILE_BYTES}")
-        return path.read_bytes()
+        with open_regular(path, follow=True) as file:
+            return file.read(MAX_FILE_BYTES + 1)
+    except UnusableFile as error:
+        raise ImageError(f"it is {error.reason}", fix) from None
     except OSError as error:
-        raise ImageError(f"it cannot be read ({error.strerror})", "correct the path, or drop the row") from None
-    except ImageError:
-        raise
+        raise ImageError(f"it cannot be read ({error.strerror})", fix) from None
     except ValueError as error:
-        raise ImageError(f"its path is invalid ({error})", "correct the path, or drop the row") from None
+        raise ImageError(f"its path is invalid ({error})", fix) from None
 
 
 def describe(value: Any) -> str:

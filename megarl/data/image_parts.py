@@ -16,8 +16,13 @@ def is_image(value: Any) -> bool:
     """Return whether a value of the data has the form of an image: a path, a data: URL, bytes or {bytes, path}."""
     if isinstance(value, Mapping):
         fields = _filled(value)
-        return bool(fields) and fields.keys() <= {"bytes", "path"} and all(map(_is_encoded, fields.values()))
-    return _is_encoded(value)
+        return (
+            bool(fields)
+            and fields.keys() <= {"bytes", "path"}
+            and isinstance(fields.get("bytes", b""), bytes | str)  # text causes an error with a remedy
+            and isinstance(fields.get("path", ""), str)
+        )
+    return isinstance(value, str | bytes)
 
 
 def is_content(value: Any) -> bool:
@@ -26,8 +31,20 @@ def is_content(value: Any) -> bool:
 
 
 def has_own_images(prompt: Content) -> bool:
-    """Return whether a part of the prompt contains its image, so that the image is not in data.image_column."""
+    """Return whether any part of the prompt contains its own image instead of referring to data.image_column."""
     return any(_own_image(part) is not None for part in _parts(prompt))
+
+
+def without_images(prompt: Content) -> Content:
+    """Return a prompt of the data whose parts of type image contain no image."""
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [_plain(part) for part in message["content"]]}
+        for message in prompt
+    ]
 
 
 def count_markers(prompt: Content) -> int:
@@ -72,7 +89,8 @@ def place_images(prompt: Content, images: Sequence[Any], column: str, place: str
 
 
 def _plain(part: Mapping[str, Any]) -> dict[str, str]:
-    """Return a part without other fields: chat templates take a part with an empty field `image` for an image."""
+    """Return a part with only its type and text. Chat templates treat any part with the key `image` as an image, even
+    if it is null."""
     return {"type": "image"} if _is_placeholder(part) else {"type": "text", "text": part["text"]}
 
 
@@ -98,7 +116,7 @@ def _parts(prompt: Content) -> Iterator[Mapping[str, Any]]:
 
 
 def _own_image(part: Mapping[str, Any]) -> Any:
-    """Return the image that a part contains; None if it contains none."""
+    """Return the image embedded in a part, or None."""
     fields = _filled(part)
     url = fields.get("image_url")
     return url["url"] if isinstance(url, Mapping) else fields.get("image", url)
@@ -119,12 +137,8 @@ def _is_part(part: Any) -> bool:
     return isinstance(url, str) or (isinstance(url, Mapping) and isinstance(url.get("url"), str))
 
 
-def _is_encoded(value: Any) -> bool:
-    return isinstance(value, str | bytes)
-
-
 def _filled(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without those that Parquet fills with nulls, because other rows have them."""
+    """Drop null fields. Parquet adds the fields of other rows as nulls."""
     return {name: value for name, value in fields.items() if not _is_null(value)}
 
 

@@ -17,9 +17,9 @@ from megarl.core.errors import UserError
 from megarl.core.prompt_images import PromptImage
 from megarl.data.chat import plain
 from megarl.data.image_files import ImageFiles, StoredImage, describe
-from megarl.data.image_parts import count_markers, place_images
+from megarl.data.image_parts import place_images
 from megarl.data.images import ImageError, ImageProcessor
-from megarl.data.row import Content, Row
+from megarl.data.row import Row
 from megarl.data.sources import place_of
 from megarl.models.folder import read_config
 from megarl.models.multimodal import VISION
@@ -29,7 +29,7 @@ ROWS_AT_ONCE = 64
 """Number of rows whose images are in memory at the same time."""
 
 MAX_THREADS = 16
-"""Maximum number of threads that decode images. The largest image takes 270 MB."""
+"""Maximum number of threads that decode images. Together they take up to about 3 GB (see LARGE_PIXELS)."""
 
 PROGRESS_S = 30.0
 
@@ -64,19 +64,20 @@ class ImageRows:
         hf_config = read_config(folder)
         if VISION not in hf_config:
             raise UserError(
-                f"data.image_column={data.image_column}: the model in {folder} has no vision tower. Fix: use a "
-                "vision-language model, or set data.image_column=null"
+                f"data.image_column={data.image_column}: model {folder} has no vision tower. Fix: set model.path "
+                "to a vision-language model, or set data.image_column=null"
             )
         shape = vision_of(add_vision(hf_config))
         assert shape is not None, "the config has a vision tower"
         processor = ImageProcessor.of(folder, data.min_pixels, data.max_pixels)
         if (shape.patch, shape.temporal_patch, shape.merge) != processor.patch_sizes:
             raise UserError(
-                f"model.path: {folder}: preprocessor_config.json has patches of {processor.patch_sizes} (size, frames, "
-                f"merged), but config.json of {(shape.patch, shape.temporal_patch, shape.merge)}. Fix: copy both files "
-                "from the original model"
+                f"model.path={folder}: preprocessor_config.json and config.json disagree on patch_size, "
+                f"temporal_patch_size and merge_size: {processor.patch_sizes} and "
+                f"{(shape.patch, shape.temporal_patch, shape.merge)}. Fix: copy both files from the original model"
             )
-        return cls(data, processor, shape.image_token, ImageFiles())
+        folders = [Path(os.path.abspath(folder)) for folder in data.image_folders]
+        return cls(data, processor, shape.image_token, ImageFiles(folders))
 
     def load(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Yield the rows, with LoadedImages in the order of their placeholders and with a part of type image for each
@@ -121,11 +122,6 @@ class ImageRows:
             expanded += [token] * count
         return expanded, tuple(placed)
 
-    def require_text(self, prompt: Content, token_ids: list[int], place: str) -> None:
-        """Raise a UserError if a prompt without images has placeholders."""
-        if count_markers(prompt) or self.token in token_ids:
-            raise UserError(f"{place}: images are not supported in this column. Fix: describe them in text")
-
     def _load(self, row: Row) -> Row:
         place = place_of(row, self.data)
         prompt, values = row.prompt, row.images
@@ -134,7 +130,7 @@ class ImageRows:
             prompt, values = place_images(prompt, values, self.data.image_column, place)
         else:
             plain(prompt, place)
-        folder = Path(row.source).expanduser().parent
+        folder = Path(os.path.abspath(Path(row.source).expanduser())).parent
         loaded = tuple(self._loaded(value, folder, f"{place}: image {i}") for i, value in enumerate(values, start=1))
         return replace(row, prompt=prompt, images=loaded)
 

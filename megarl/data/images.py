@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megarl.core.errors import UserError
-from megarl.core.files import read_foreign_object
+from megarl.core.files import read_foreign_object, shown
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,17 +27,24 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP
 MAX_IMAGE_PIXELS = 89_478_485
 """Maximum area of an image. It is the limit above which Pillow warns of decompression bombs."""
 
+LARGE_PIXELS = 2**24
+"""Area above which images are decoded one at a time, because decoding can take 9 bytes per pixel."""
+
 MAX_ASPECT_RATIO = 200
 """Maximum ratio of an image's sides in transformers' processor."""
 
 PROCESSOR = "Qwen2VLImageProcessor"
-"""Class of the image processor of Qwen2.5-VL, Qwen3-VL and Qwen3.5. Suffixes, such as Fast, name implementations."""
+"""Image processor class of Qwen2.5-VL, Qwen3-VL and Qwen3.5. A suffix such as Fast selects an implementation."""
 
 WHITE = (255, 255, 255)
 
+_large_image = Lock()
+
+T = TypeVar("T")
+
 
 class ImageError(ValueError):
-    """An image that cannot be used. The message is the reason, to follow a description of the image.
+    """Raised for an unusable image. The message states the reason; callers prefix the image's description.
 
     Attributes:
         fix: what the user can do.
@@ -48,20 +56,30 @@ class ImageError(ValueError):
 
 
 def decode(file: bytes) -> Image.Image:
-    """Return the first frame of an encoded image as RGB, rotated according to its EXIF orientation, with transparent
-    areas in front of white, as vLLM decodes images. Raise ImageError if it is damaged or too large, or its format is
-    not one of FORMATS."""
+    """Return the first frame of an encoded image as RGB, rotated according to its EXIF orientation, and composited onto
+    white if transparent, as in vLLM. Raise ImageError if it is damaged or too large, or its format is not one of
+    FORMATS."""
+    return _decoded(file, _to_rgb)
+
+
+def size_of(file: bytes) -> tuple[int, int]:
+    """Decode an image and return its width and height in pixels. Raise the errors of `decode`."""
+    return _decoded(file, lambda image: image.size)
+
+
+def _decoded(file: bytes, convert: Callable[[Image.Image], T]) -> T:
     from PIL import Image, ImageOps
 
     try:
         image: Image.Image = Image.open(io.BytesIO(file), formats=FORMATS)
         _require_size(image)
-        with suppress(Exception):  # as in vLLM, an image with damaged EXIF data is not rotated
-            image = ImageOps.exif_transpose(image)
-        image.load()
-        _require_size(image)  # some formats contain several sizes and select one while loading
-        return _to_rgb(image)
-    except ImageError:
+        with _large_image if image.width * image.height > LARGE_PIXELS else nullcontext():
+            with suppress(Exception):  # as in vLLM, an image with damaged EXIF data is not rotated
+                image = ImageOps.exif_transpose(image)
+            image.load()
+            _require_size(image)  # some formats choose one of several sizes only on load
+            return convert(image)
+    except (ImageError, MemoryError):
         raise
     except Image.UnidentifiedImageError:
         raise ImageError(f"it is not an image in a supported format ({', '.join(FORMATS)})") from None
@@ -72,6 +90,8 @@ def decode(file: bytes) -> Image.Image:
 
 
 def _require_size(image: Image.Image) -> None:
+    if not image.width * image.height:
+        raise ImageError(f"it is empty ({image.width} × {image.height} pixels)")
     if image.width * image.height > MAX_IMAGE_PIXELS:
         raise ImageError(f"it has {image.width} × {image.height} pixels, more than the maximum of {MAX_IMAGE_PIXELS}")
 
@@ -97,8 +117,8 @@ class ImageProcessor:
 
     @classmethod
     def of(cls, folder: Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:
-        """Return the processor of a model. Raise a UserError if the folder has no settings of a supported processor, or
-        if the limits contradict each other.
+        """Return the processor of a model. Raise a UserError if the folder has no valid settings of a supported
+        processor, or if the limits contradict each other.
 
         Args:
             folder: the model's Hugging Face folder, with preprocessor_config.json or processor_config.json.
@@ -109,13 +129,27 @@ class ImageProcessor:
         settings = _settings(folder)
         overrides = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         settings |= {name: value for name, value in overrides.items() if value is not None}
-        processor = Qwen2VLImageProcessorPil(**settings)
+        try:
+            processor = Qwen2VLImageProcessorPil(**settings)
+        except (TypeError, ValueError) as error:
+            raise _unusable(folder, str(error)) from None
         smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
+        sizes = {
+            "size.shortest_edge": smallest,
+            "size.longest_edge": largest,
+            "patch_size": processor.patch_size,
+            "temporal_patch_size": processor.temporal_patch_size,
+            "merge_size": processor.merge_size,
+        }
+        for name, value in sizes.items():
+            if type(value) is not int or value < 1:
+                raise _unusable(folder, f"{name}={shown(value)} is not a positive integer")
         if smallest > largest:
             key = "data.min_pixels" if min_pixels is not None else "data.max_pixels"
             raise UserError(
-                f"{key}={smallest if min_pixels is not None else largest}: images would have at least {smallest} and "
-                f"at most {largest} pixels. Fix: set data.min_pixels <= data.max_pixels"
+                f"{key}={smallest if min_pixels is not None else largest}: the minimum image area {smallest} exceeds "
+                f"the maximum {largest} (from the config and the model's preprocessor_config.json). Fix: set "
+                f"data.min_pixels to at most {largest}, or raise data.max_pixels"
             )
         return cls(processor)
 
@@ -143,7 +177,7 @@ class ImageProcessor:
         return 1, rows // patch, columns // patch
 
     def num_tokens(self, grid: Sequence[int]) -> int:
-        """Return the number of features, and so of placeholders, of an image."""
+        """Return an image's number of features, which equals its number of placeholders."""
         return math.prod(grid) // self.processor.merge_size**2
 
     def patches(self, files: Sequence[bytes]) -> NDArray[np.float32]:
@@ -152,9 +186,16 @@ class ImageProcessor:
         return self.processor([decode(file) for file in files], return_tensors="np")["pixel_values"]
 
 
+def _unusable(folder: Path, reason: str) -> UserError:
+    return UserError(
+        f"model.path: {folder}: invalid settings of the image processor ({reason}). Fix: copy "
+        "preprocessor_config.json from the original model again"
+    )
+
+
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of a model's image processor. transformers 5 writes them into processor_config.json, and
-    ignores the other file if they are there."""
+    """Return the settings of a model's image processor. transformers 5 stores them in processor_config.json, which
+    takes precedence over preprocessor_config.json."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         if not (folder / name).is_file():
             continue
@@ -163,6 +204,8 @@ def _settings(folder: Path) -> dict[str, Any]:
             settings = settings.get("image_processor")
         if settings is None:
             continue
+        if not isinstance(settings, dict):
+            raise _unusable(folder, f"image_processor={shown(settings)} is not an object")
         kind = str(settings.get("image_processor_type", PROCESSOR))
         if not kind.startswith(PROCESSOR):
             raise UserError(

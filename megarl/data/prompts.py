@@ -321,8 +321,6 @@ def _read(
     for column, content in _privileged_prompts(row, config.data, teachers):
         content = add_system_prompt(config.data.system_prompt, content, f"{place}: column {column!r}")
         private = prompt_ids(tokenizer, content, config.data.chat_template, f"{place}: column {column!r}")
-        if image_rows is not None:
-            image_rows.require_text(content, private, f"{place}: column {column!r}")
         if too_long(len(private), f"the prompt in column {column!r}", config, place):
             return None
         privileged[column] = np.array(private, np.int32)

@@ -28,7 +28,7 @@ class Row:
         answer: any JSON value.
         columns: additional requested columns, as JSON values.
         source: the file, or the generator's name.
-        images: the values in data.image_column, or, once they are loaded, the LoadedImages in the order of their parts.
+        images: values of data.image_column; after ImageRows.load, LoadedImages in the order of their placeholders.
     """
 
     number: int

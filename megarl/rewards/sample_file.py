@@ -100,7 +100,7 @@ class _Encoder:
                 self.prompts.append(self._instance(value))
             return {PROMPT: len(self.prompts) - 1}
         if isinstance(value, PromptImage):
-            value = replace(value, file=None)  # the run has the encoded image in its data
+            value = replace(value, file=None)  # encoded images are read from the data again
         if type(value) in CLASSES.values():
             return self._instance(value)
         if value is None or isinstance(value, str | int | float | np.generic) or _is_plain(value):

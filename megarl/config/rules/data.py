@@ -99,25 +99,20 @@ def source_weights_match_sources(config: Config) -> Iterator[str]:
 def pixel_limits_are_ordered(config: Config) -> Iterator[str]:
     smallest, largest = config.data.min_pixels, config.data.max_pixels
     if smallest is not None and largest is not None and smallest > largest:
-        yield f"data.min_pixels={smallest}: exceeds data.max_pixels={largest}. Fix: set data.min_pixels={largest}"
+        yield f"data.min_pixels={smallest}: exceeds data.max_pixels={largest}. Fix: set data.min_pixels=null"
 
 
-def readers_of_images_are_models_with_a_tower(config: Config) -> Iterator[str]:
-    if config.data.image_column is None:
-        return
-    images = f"data.image_column={config.data.image_column}"
-    if config.has_environment:
+def images_exclude_text_only_models(config: Config) -> Iterator[str]:
+    if config.data.image_column is not None and config.has_environment:
         yield (
-            f"{images}: environment.class={config.environment.name} supports only text. Fix: set environment.class="
-            "null, or set data.image_column=null"
+            f"data.image_column={config.data.image_column}: environment.class={config.environment.name} supports only "
+            "text. Fix: set environment.class=null, or set data.image_column=null"
         )
-    if config.has_reward_model:
+    if config.has_image_prompts and config.has_reward_model:
         yield (
-            f"{images}: the reward model does not see images. Fix: set reward_model.path=null and score responses with "
-            "rewards.functions"
+            f"reward_model.path={config.reward_model.path}: the reward model does not see the images of prompts. Fix: "
+            "set reward_model.path=null and score responses with rewards.functions"
         )
-    if config.teachers_see_feedback:
-        yield f"{images}: prompts with feedback contain only text. Fix: remove feedback from teachers.models"
 
 
 RULES = (
@@ -129,5 +124,5 @@ RULES = (
     combined_sources_are_distinct_files,
     source_weights_match_sources,
     pixel_limits_are_ordered,
-    readers_of_images_are_models_with_a_tower,
+    images_exclude_text_only_models,
 )

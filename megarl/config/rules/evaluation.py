@@ -82,10 +82,10 @@ def images_of_sets_are_read(item: EvaluationSet, of_set: Config) -> Iterator[str
             f"evaluation.sets: {item.name} has image_column={item.image_column}, but source={of_set.data.source} has "
             "no images. Fix: set source to a file, or remove image_column"
         )
-    elif of_set.data.image_column is not None and of_set.has_environment and item.environment:
+    elif of_set.data.image_column is not None and of_set.has_environment:
         yield (
-            f"evaluation.sets: {item.name} has images, but its environment.class={of_set.environment.name} supports "
-            "only text. Fix: set image_column: '' for a set without images, or remove the environment"
+            f"evaluation.sets: {item.name}: environment.class={of_set.environment.name} supports only text, but the "
+            "set has images. Fix: set image_column: '' or environment: {class: null}"
         )
 
 

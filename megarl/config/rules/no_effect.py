@@ -136,7 +136,7 @@ KEY_REQUIREMENTS = (
     KeyRequirement(
         "data.image_column=images",
         lambda config: config.has_image_prompts,
-        {"data.min_pixels": None, "data.max_pixels": None},
+        {"data.image_folders": [], "data.min_pixels": None, "data.max_pixels": None},
     ),
     KeyRequirement(
         "algorithm.objective.name=clip (or another objective that learns from advantages)",

@@ -109,7 +109,7 @@ def vision_excludes_other_models(config: Config, hf: Mapping[str, Any]) -> Itera
         f"reward_model.input_format={config.reward_model.input_format}": (
             config.has_reward_model and config.reward_model.input_format == "ids",
             "the reward model would read placeholders without their images",
-            "set reward_model.input_format=text",
+            "set reward_model.path=null and score responses with rewards.functions",
         ),
         f"teachers.models={len(config.teachers.models)} models": (
             config.has_teachers,

@@ -71,6 +71,14 @@ VALUES: dict[str, tuple[Callable[[Config], Any], str]] = {
 """Name -> how to read the value, and the expected value, in which {} stands for the recipe's folder."""
 
 
+def test_image_folders_are_relative_to_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "base: base.yaml\nmodel: {path: m, vision: true}\n"
+        "data: {source: rows.jsonl, image_column: images, image_folders: [photos]}\n"
+    )
+    assert load(tmp_path / "recipe.yaml").data.image_folders == [str(tmp_path / "photos")]
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a recipe that names every kind of path; the working directory is another folder."""

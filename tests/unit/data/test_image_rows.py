@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from megarl.config.evaluation import config_of_set
 from megarl.config.evaluation_schema import EvaluationSet
-from megarl.config.load import load as load_recipe
 from megarl.core.errors import UserError
 from megarl.core.prompt_images import collapsed
-from megarl.data.images import ImageProcessor
+from megarl.data.image_files import ImageFiles
+from megarl.data.images import ImageError, ImageProcessor
 from megarl.data.prompts import PromptSet, load_prompts
 from tests import tiny_vision
-from tests.paths import BASE
 from tests.tiny_vision import IMAGE_ID
 from tests.unit.data.image_data import config_of, jsonl, png
 
@@ -183,7 +183,7 @@ def test_parquet_rows_of_verl_contain_encoded_images(folder: Path, tmp_path: Pat
     data = load_prompts(config, folder)
     assert [len(prompt.images) for prompt in data.prompts] == [1, 0, 3]
     assert [data.images.read(image.digest) for image in data[2].images] == contents
-    with pytest.raises(UserError, match=r"train.parquet:1: .* contains encoded images, which reward functions do not"):
+    with pytest.raises(UserError, match=r"train.parquet:1: .* contains encoded images, which are not passed to"):
         load_prompts(config, folder, {"images": "f"})
     with_rows = load_prompts(config, folder, {"row": None})
     assert with_rows[0].columns == {name: rows[0][name] for name in ("prompt", "reward_model")}
@@ -194,6 +194,46 @@ def test_parquet_parts_ignore_empty_fields(folder: Path, tmp_path: Path) -> None
     pq.write_table(table, tmp_path / "train.parquet")
     [prompt] = load_prompts(config_of(tmp_path / "train.parquet", image_column="image"), folder).prompts
     assert prompt.messages == tuple(user(IMAGE, TEXT)) and len(prompt.images) == 1
+
+
+@pytest.mark.parametrize("column", ["images", "extra.images"])
+def test_rewards_receive_rows_without_their_images(folder: Path, tmp_path: Path, column: str) -> None:
+    contents = [png(64, 32, seed) for seed in range(2)]
+    own = {"type": "image", "image": {"bytes": contents[0]}}
+    images = [{"bytes": contents[1]}]
+    row = {"prompt": user(own, IMAGE), "images": images, "extra": {"images": images, "level": 2}, "answer": 1}
+    row = row if column == "images" else {name: value for name, value in row.items() if name != "images"}
+    row = row | {"extra": {"level": 2}} if column == "images" else row
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    [prompt] = load_prompts(config_of(tmp_path / "train.parquet", image_column=column), folder, {"row": None}).prompts
+    assert prompt.columns == {"prompt": user(IMAGE, IMAGE), "extra": {"level": 2}, "answer": 1}
+    assert len(prompt.images) == 2
+    part = {"type": "image_url", "image_url": {"url": sources_of(folder)["data url"]}}
+    source = jsonl(folder, {"prompt": user(TEXT, part), "images": None})
+    [prompt] = load_prompts(config_of(source), folder, {"row": None}).prompts
+    assert prompt.columns["prompt"] == user(TEXT, IMAGE)
+
+
+def test_listed_folders_may_contain_images(folder: Path, tmp_path: Path) -> None:
+    names = ["a#b?c %41.png", "link.png"]
+    (tmp_path / names[0]).write_bytes(png(64, 32))
+    (tmp_path / names[1]).symlink_to(folder / "a.png")
+    rows = [{"prompt": "<image>", "images": str(tmp_path / name)} for name in names]
+    rows.append({"prompt": "<image>", "images": f"file://localhost{tmp_path}/a#b?c%20%2541.png"})
+    assert "it is outside the folder of the data file" in error(folder, rows[0])
+    data = load(folder, *rows, image_folders=[str(tmp_path)])
+    assert [prompt.images[0].grid for prompt in data.prompts] == [data[0].images[0].grid] * 3
+
+
+def test_pipes_and_endless_files_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.data.image_files.MAX_FILE_BYTES", 2**20 - 1)
+    os.mkfifo(tmp_path / "pipe")
+    files = ImageFiles()
+    with pytest.raises(ImageError, match="it is not a regular file"):
+        files.add("pipe", tmp_path)
+    for value in ("pagemap", bytes(2**20)):
+        with pytest.raises(ImageError, match="it has more than 1048575 bytes"):
+            files.add(value, Path("/proc/self"))
 
 
 def test_hash_covers_the_images(folder: Path, tmp_path: Path) -> None:
@@ -213,7 +253,7 @@ def test_changed_and_missing_files_are_errors(folder: Path) -> None:
     with pytest.raises(UserError, match=r"e.png: the image has changed since the run started. Fix: restore the file"):
         data.images.read(digest)
     path.unlink()
-    with pytest.raises(UserError, match=r"e.png: the image is missing \(it cannot be read \(No such file"):
+    with pytest.raises(UserError, match=r"e.png: the image can no longer be used: it cannot be read \(No such file"):
         data.images.read(digest)
 
 
@@ -250,11 +290,26 @@ PLACE = "train.jsonl:2"
             {"prompt": "<image>", "images": "data:image/png;base64,!"},
             f"{PLACE}: image 1 (data:image/png;base64,!…): its data: URL is not valid base64",
         ),
-        ({"prompt": "<image>", "images": "file://[a"}, f"{PLACE}: image 1 (file://[a): its URL is invalid"),
+        (
+            {"prompt": "<image>", "images": "S3://photos/a.png"},
+            f"{PLACE}: image 1 (S3://photos/a.png): images are not downloaded. Fix: download it",
+        ),
+        (
+            {"prompt": "<image>", "images": "file://host/a.png"},
+            f"{PLACE}: image 1 (file://host/a.png): it is on another host (host). Fix: copy it",
+        ),
+        (
+            {"prompt": "<image>", "images": "a/../../b.png"},
+            f"{PLACE}: image 1 (a/../../b.png): it is outside the folder of the data file. Fix: add its folder to",
+        ),
+        (
+            {"prompt": "<image>", "images": {"bytes": "iVBORw0"}},
+            f"{PLACE}: image 1 (iVBORw0): its field bytes is text. Fix: write data:image/png;base64,CONTENT",
+        ),
         ({"prompt": "<image>", "images": {"path": ""}}, f"{PLACE}: image 1 (): it is not a regular file"),
         (
             {"prompt": "<image>", "images": "a" * 300},
-            f"{PLACE}: image 1 ({'a' * 30}…): it cannot be read (File name too",
+            f"{PLACE}: image 1 ({'a' * 30}…): it is not readable (File name too",
         ),
         ({"prompt": "<image>", "images": 3}, f"{PLACE}: column 'images': expected null, or one or a list of images"),
         ({"prompt": "Hi"}, f"{PLACE}: missing column 'images' (expected: null, or one or a list of images"),
@@ -275,7 +330,10 @@ PLACE = "train.jsonl:2"
         "text",
         "http",
         "base64",
-        "url",
+        "s3",
+        "host",
+        "outside",
+        "text in bytes",
         "empty",
         "long",
         "number",
@@ -323,23 +381,6 @@ def test_given_responses_follow_prompts_with_images(folder: Path) -> None:
     assert response.text == "A cat." and response.mask.all()
 
 
-def test_privileged_prompts_are_text(folder: Path) -> None:
-    teachers = "teachers.models=[{name: hinted, prompt_column: hint}]"
-
-    def load_hint(hint: Any) -> PromptSet:
-        source = jsonl(folder, {"prompt": "<image>", "images": "a.png", "hint": hint})
-        keys = [f"data.source={source}", "data.image_column=images", "model.path=unused", "model.vision=true"]
-        return load_prompts(
-            load_recipe(BASE, [*keys, teachers, "rollout={max_new_tokens: 16, context_length: 512}"]), folder
-        )
-
-    assert len(load_hint("It is a cat.").privileged["hint"]) == 1
-    with pytest.raises(UserError, match=r"column 'hint': images are not supported in this column. Fix: describe them"):
-        load_hint("Look: <image>")
-    with pytest.raises(UserError, match=r"column 'hint': expected text or a list of .* messages with text values"):
-        load_hint(user(IMAGE))
-
-
 def test_system_prompts_precede_prompts_with_images(folder: Path) -> None:
     [prompt] = load(folder, {"prompt": "<image>", "images": "a.png"}, system_prompt="Look at <image>.").prompts
     assert prompt.messages == ({"role": "system", "content": "Look at <image>."}, *user(IMAGE))
@@ -359,7 +400,7 @@ def test_evaluation_sets_have_their_own_images(folder: Path) -> None:
 def test_models_without_a_tower_are_errors(tmp_path: Path) -> None:
     tiny_vision.tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(UserError, match=r"data.image_column=images: the model in .* has no vision tower. Fix: use"):
+    with pytest.raises(UserError, match=r"data.image_column=images: model .* has no vision tower. Fix: set model.path"):
         load(tmp_path, {"prompt": "Hi", "images": None})
 
 

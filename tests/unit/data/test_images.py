@@ -5,6 +5,7 @@ import io
 import json
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,8 @@ import pytest
 from PIL import Image
 
 from megarl.core.errors import UserError
-from megarl.data.images import MAX_IMAGE_PIXELS, ImageError, ImageProcessor, decode
+from megarl.data import images
+from megarl.data.images import MAX_IMAGE_PIXELS, ImageError, ImageProcessor, decode, size_of
 from tests import tiny_vision
 from tests.unit.data.image_data import encoded, picture, png
 
@@ -78,7 +80,29 @@ def test_images_are_decoded_as_by_vllm(vllm_images: ModuleType, name: str) -> No
 
 
 def test_exif_orientation_swaps_the_sides() -> None:
-    assert decode(rotated(6)).size == (10, 20)
+    assert decode(rotated(6)).size == size_of(rotated(6)) == (10, 20)
+
+
+def test_large_images_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.data.images.LARGE_PIXELS", 10 * 20)
+    with ThreadPoolExecutor(1) as pool, images._large_image:
+        assert pool.submit(size_of, png(20, 10)).result() == (20, 10)
+        large = pool.submit(size_of, png(20, 11))
+        with pytest.raises(TimeoutError):
+            large.result(0.2)
+        images._large_image.release()
+        assert large.result() == (20, 11)
+        images._large_image.acquire()
+
+
+def test_exhausted_memory_is_not_a_damaged_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhaust(image: Image.Image) -> None:
+        raise MemoryError
+
+    file = png(20, 10)
+    monkeypatch.setattr(Image.Image, "load", exhaust)
+    with pytest.raises(MemoryError):
+        size_of(file)
 
 
 def png_of_size(width: int, height: int) -> bytes:
@@ -131,7 +155,7 @@ def test_pixel_limits_replace_those_of_the_model(folders: dict[str, Path]) -> No
     assert ImageProcessor.of(folder, max_pixels=14**2 * 128).grid(560, 280) == (1, 8, 16)
     assert ImageProcessor.of(folder).grid(28, 28) == (1, 2, 2)
     assert ImageProcessor.of(folder, min_pixels=56**2).grid(28, 28) == (1, 4, 4)
-    with pytest.raises(UserError, match=r"data.min_pixels=4000: images would have at least 4000 and at most 3136"):
+    with pytest.raises(UserError, match=r"data.min_pixels=4000: the minimum image area 4000 exceeds the maximum 3136"):
         ImageProcessor.of(folder, min_pixels=4000)
 
 
@@ -157,4 +181,19 @@ def test_models_without_a_known_processor_are_errors(tmp_path: Path) -> None:
         ImageProcessor.of(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}')
     with pytest.raises(UserError, match=r"SiglipImageProcessor, is not supported. Fix: use Qwen2.5-VL"):
+        ImageProcessor.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "reason"),
+    [
+        ("preprocessor_config.json", {"size": {"height": 1}}, r"size must have one of"),
+        ("preprocessor_config.json", {"size": {"height": 1, "width": 1}}, r"size.shortest_edge=None is not a positive"),
+        ("preprocessor_config.json", {"patch_size": "14"}, r"patch_size='14' is not a positive integer"),
+        ("processor_config.json", {"image_processor": "x"}, r"image_processor='x' is not an object"),
+    ],
+)
+def test_invalid_processor_settings_are_errors(tmp_path: Path, file: str, settings: dict, reason: str) -> None:
+    (tmp_path / file).write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=rf"invalid settings of the image processor \({reason}.*Fix: copy prep"):
         ImageProcessor.of(tmp_path)

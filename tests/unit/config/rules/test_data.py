@@ -68,7 +68,7 @@ SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
         (["data.max_pixels=9000"], "data.max_pixels=9000: has no effect unless data.image_column=images. Fix"),
         (
             [*VISION, "data.min_pixels=9000", "data.max_pixels=8000"],
-            "data.min_pixels=9000: exceeds data.max_pixels=8000. Fix: set data.min_pixels=8000",
+            "data.min_pixels=9000: exceeds data.max_pixels=8000. Fix: set data.min_pixels=null",
         ),
         (
             [*VISION, "environment.class=calculator", "rewards.functions=[]"],
@@ -76,12 +76,13 @@ SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
         ),
         (
             [*VISION, "reward_model.path=m", "rewards.functions=[]"],
-            "data.image_column=images: the reward model does not see images. Fix: set reward_model.path=null",
+            "reward_model.path=m: the reward model does not see the images of prompts. Fix: set reward_model.path=null",
         ),
         (
-            [*VISION, "teachers.models=[{name: t, feedback: exact_match}]"],
-            "data.image_column=images: prompts with feedback contain only text. Fix: remove feedback from",
+            ["model.vision=true", "reward_model.path=m", f"evaluation.sets=[{SET}, image_column: images}}]"],
+            "reward_model.path=m: the reward model does not see the images of prompts. Fix: set reward_model.path=null",
         ),
+        (["data.image_folders=[/photos]"], "data.image_folders=[/photos]: has no effect unless data.image_column=imag"),
         (
             [f"evaluation.sets=[{SET}, image_column: images}}]"],
             "evaluation.sets: set has image_column=images, but model.vision=false. Fix: set model.vision=true",
@@ -92,7 +93,14 @@ SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
         ),
         (
             [*VISION, "evaluation.sets=[{name: set, source: b.jsonl, environment: {class: calculator}}]"],
-            "evaluation.sets: set has images, but its environment.class=calculator supports only text. Fix: set image_",
+            "evaluation.sets: set: environment.class=calculator supports only text, but the set has images. Fix: set",
+        ),
+        (
+            [
+                *("model.vision=true", "environment.class=calculator", "rewards.functions=[]"),
+                "evaluation.sets=[{name: set, source: b.jsonl, image_column: images}]",
+            ],
+            "evaluation.sets: set: environment.class=calculator supports only text, but the set has images. Fix: set",
         ),
     ],
 )
@@ -105,6 +113,8 @@ def test_sets_may_have_images_of_their_own() -> None:
     config = recipe("model.vision=true", f"evaluation.sets=[{SET}, image_column: images}}]", "data.max_pixels=9000")
     assert config.has_image_prompts and config.data.image_column is None
     assert not recipe(*VISION, f"evaluation.sets=[{SET}, image_column: ''}}]").evaluation.sets[0].image_column
+    environment = ("model.vision=true", "environment.class=calculator", "rewards.functions=[]")
+    assert recipe(*environment, f"evaluation.sets=[{SET}, image_column: images, environment: {{class: null}}}}]")
 
 
 def test_data_order_keys_require_prompts() -> None:

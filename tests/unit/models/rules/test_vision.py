@@ -69,9 +69,9 @@ def test_deepstack_layers_must_be_in_the_first_chunk(layout: str, first: str, fi
         (CRITIC, "the critic does not see the images", ["critic.shared_backbone=true"]),
         (["implicit_reward.coefficient=1"], "the implicit reward model does", ["implicit_reward.coefficient=0"]),
         (
-            ["reward_model={path: rm, engine: megarl}".replace("megarl", "megatron"), "rewards.functions=[]"],
+            ["reward_model.path=rm"],
             "the reward model would read placeholders",
-            ["reward_model.input_format=text"],
+            ["reward_model.path=null"],
         ),
         (["teachers.models=[{name: t, path: big}]"], "teachers do not see the images", ["teachers.models=[]"]),
         (
