@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megarl.core.errors import UserError
 from megarl.core.files import read_foreign_object
+from megarl.core.prompt_images import PromptImage
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -149,7 +150,25 @@ class ImageProcessor:
     def patches(self, files: Sequence[bytes]) -> NDArray[np.float32]:
         """Return the patches of encoded images, one image after the other, float32
         [P, channels · time · height · width of a patch]."""
-        return self.processor([decode(file) for file in files], return_tensors="np")["pixel_values"]
+        return self._process(files)["pixel_values"]
+
+    def patches_in(self, image: PromptImage) -> NDArray[np.float32]:
+        """Return the patches of an image in a prompt, whose file is here as bytes; see `patches`. Raise a UserError
+        unless they have the grid in the prompt."""
+        try:
+            processed = self._process([image.file])
+            grid = tuple(processed["image_grid_thw"][0].tolist())
+            if grid != tuple(image.grid):
+                raise ValueError(f"this node produces grid {grid}, but the driver computed {image.grid}")
+        except ValueError as error:  # ImageError is one
+            raise UserError(
+                f"image {image.digest}: {error}. Fix: install the same Pillow and transformers versions, and use the "
+                "same model folder, on all nodes"
+            ) from None
+        return processed["pixel_values"]
+
+    def _process(self, files: Sequence[bytes]) -> Mapping[str, Any]:
+        return self.processor([decode(file) for file in files], return_tensors="np")
 
 
 def _settings(folder: Path) -> dict[str, Any]:

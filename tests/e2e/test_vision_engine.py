@@ -49,6 +49,15 @@ class VisionSide(EngineSide):
         requests = [replace(request, prefix=prefix) for request in test_refit.requests(prompts)]
         return self._sample(requests)
 
+    def sample_and_count(self, prompts):
+        """Return the samples, and the digests of all images whose patches were computed."""
+        images, digests = self.engine._images, []
+        convert = images._convert
+        images._convert = lambda image: digests.append(image.digest) or convert(image)
+        samples = self.sample(prompts)
+        images._convert = convert
+        return samples, digests
+
     def sample_resized(self, prompt):
         """Sample a prompt whose image has other patches in the engine."""
         image = replace(prompt.images[0], grid=(1, 2, 2), digest="other")
@@ -64,7 +73,7 @@ class VisionSide(EngineSide):
 
 def spoil_deepstack(worker) -> None:
     for tensor in getattr(worker.model_runner.get_model(), "deepstack_input_embeds", None) or ():
-        tensor.fill_(float("nan"))
+        tensor.fill_(100.0)
 
 
 def prompts(folder: Path) -> list[Prompt]:
@@ -180,7 +189,8 @@ def test_engine_with_images_equals_transformers(kind, tmp_path, remotes):  # noq
     asked = prompts(folder)
     weights = Weights(folder, {image.digest: image.file for prompt in asked for image in prompt.images})
     models = {0: weights.model()}
-    samples = engine.call("sample", asked)
+    samples, digests = engine.call("sample_and_count", asked)
+    assert len(digests) == len(set(digests)) == len(SIZES), "requests share patches"
     weights.assert_equal(samples, models)
     assert_prompts(samples, asked)
 
@@ -200,9 +210,9 @@ def test_engine_with_images_equals_transformers(kind, tmp_path, remotes):  # noq
     assert_prompts(prefixed, asked)
     weights.assert_equal(prefixed, models)
 
-    for version, kv_cache in ((2, "keep"), (3, "recompute")):
+    for version, kv_cache, pauses in ((2, "keep", False), (3, "recompute", False), (4, "recompute", True)):
         weights.change("", version)
-        early, late = engine.call("sample_through_a_refit", asked, version, kv_cache)
+        early, late = engine.call("sample_through_a_refit", asked, version, kv_cache, pauses)
         models[version] = weights.model()
         through = [sample for sample in early if len(sample.versions) == 2]
         assert any(sample.prompt.images for sample in through)
@@ -214,5 +224,5 @@ def test_engine_with_images_equals_transformers(kind, tmp_path, remotes):  # noq
         else:
             weights.assert_recomputed(through, models)
 
-    with pytest.raises(UserError, match=r"has 16 patches in the engine, but the prompt has placeholders for 4"):
+    with pytest.raises(UserError, match=r"this node produces grid \(1, 4, 4\), but the driver computed \(1, 2, 2\)"):
         engine.call("sample_resized", asked[0])
