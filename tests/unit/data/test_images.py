@@ -5,6 +5,7 @@ import io
 import json
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from megarl.core.errors import UserError
+from megarl.core.prompt_images import PromptImage
 from megarl.data.images import MAX_IMAGE_PIXELS, ImageError, ImageProcessor, decode
 from tests import tiny_vision
 from tests.unit.data.image_data import encoded, picture, png
@@ -158,3 +160,16 @@ def test_models_without_a_known_processor_are_errors(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}')
     with pytest.raises(UserError, match=r"SiglipImageProcessor, is not supported. Fix: use Qwen2.5-VL"):
         ImageProcessor.of(tmp_path)
+
+
+def test_patches_of_another_grid_or_file_are_errors(folders: dict[str, Path]) -> None:
+    """On a node, another version of a library may resize images differently or not read a file."""
+    file = png(64, 64)
+    processor = ImageProcessor.of(folders["qwen3_vl"])
+    image = PromptImage(0, 4, processor.grid(64, 64), "digest", file)
+    np.testing.assert_array_equal(processor.patches_in(image), processor.patches([file]))
+    transposed = replace(image, grid=(1, 2, 8))  # as many patches
+    with pytest.raises(UserError, match=r"image digest: this node .* \(1, 4, 4\), .* \(1, 2, 8\)\. Fix: install"):
+        processor.patches_in(transposed)
+    with pytest.raises(UserError, match=r"image digest: it is not an image .*\. Fix: install"):
+        processor.patches_in(replace(image, file=b"damaged"))
