@@ -109,8 +109,9 @@ def _clear_deepstack(model: torch.nn.Module) -> None:
     sleep discards them, but waking restores only registered buffers."""
     for tensor in getattr(model, "deepstack_input_embeds", None) or ():
         tensor.zero_()
-    if hasattr(model, "deepstack_input_embeds_num_tokens"):
-        model.deepstack_input_embeds_num_tokens = 0
+    count = "deepstack_input_embeds_num_tokens"
+    if hasattr(model, count):
+        setattr(model, count, 0)
 
 
 @dataclass(frozen=True, slots=True)
