@@ -186,17 +186,24 @@ class RankBatch:
         """A key that is equal for batches with the same samples and microbatches, even if rewards or scores differ."""
         return tuple(item.sample for item in self.samples), self.microbatches
 
-    def fetch_samples(self, samples: Sequence[Sample] | None = None) -> list[SampleRef]:
+    def fetch_samples(self, samples: Sequence[Sample] | None = None, with_files: bool = True) -> list[SampleRef]:
         """Fetch all objects referenced by the batch in one call. Return its samples with the objects in place of the
-        references. `samples` are the batch's samples if already fetched; None: fetch them."""
+        references.
+
+        Args:
+            samples: the batch's samples if already fetched; None: fetch them.
+            with_files: whether to fetch encoded images. Privileged prompts contain no images.
+        """
+        with_files = with_files and not self.privileged
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
         wanted += [ids.scores for ids in self.privileged.values() if isinstance(ids, ScoreRef)]
         unfetched = self.samples if samples is None else ()
-        fetched = _get([*(part for item in unfetched for part in (item.sample, *item.prompt_images)), *wanted])
+        images = [item.prompt_images if with_files else () for item in unfetched]
+        parts = [part for item, refs in zip(unfetched, images, strict=True) for part in (item.sample, *refs)]
+        fetched = _get([*parts, *wanted])
         if samples is None:
-            samples = [
-                with_images(fetched[item.sample], [fetched[ref] for ref in item.prompt_images]) for item in self.samples
-            ]
+            pairs = zip(self.samples, images, strict=True)
+            samples = [with_images(fetched[item.sample], [fetched[ref] for ref in refs]) for item, refs in pairs]
         if self.privileged:
             ids = {
                 name: fetched[part.scores][part.begin : part.end].numpy() if isinstance(part, ScoreRef) else part
@@ -210,10 +217,11 @@ class RankBatch:
         rows = zip(self.samples, samples, scores, strict=True)
         return [replace(item, sample=sample, scores=part) for item, sample, part in rows]
 
-    def fetch(self) -> LocalBatch:
+    def fetch(self, with_files: bool = True) -> LocalBatch:
+        """Fetch the batch; see `fetch_samples`."""
         from megarl.data.local_batch import LocalBatch
 
-        return LocalBatch(self.fetch_samples(), self.microbatches)
+        return LocalBatch(self.fetch_samples(with_files=with_files), self.microbatches)
 
 
 Updates = Sequence[Sequence[RankBatch]]
@@ -231,12 +239,13 @@ class FetchedBatches:
     def __init__(self) -> None:
         self._fetched: dict[tuple, tuple[RankBatch, LocalBatch]] = {}
 
-    def fetch(self, rank_batch: RankBatch) -> LocalBatch:
+    def fetch(self, rank_batch: RankBatch, with_files: bool = True) -> LocalBatch:
+        """Return the batch. `with_files`: whether the rank needs encoded images."""
         if rank_batch.privileged:
             return rank_batch.fetch()
         earlier, batch = self._fetched.get(rank_batch.key, (None, None))
         if batch is None:
-            batch = rank_batch.fetch()
+            batch = rank_batch.fetch(with_files)
         elif earlier != rank_batch:  # rewards, baselines or scores were added since the earlier fetch
             batch = batch.renewed(rank_batch.fetch_samples([item.sample for item in batch.samples]))
         self._fetched[rank_batch.key] = rank_batch, batch
@@ -253,7 +262,7 @@ def with_prompt(sample: Sample, token_ids: NDArray[np.int32]) -> Sample:
 
 
 def with_images(sample: Sample, files: Sequence[bytes]) -> Sample:
-    """Return the sample with the encoded images of its prompt. Without `files`, return the sample itself."""
+    """Attach encoded images to the sample's prompt. Return the sample unchanged if it has none."""
     return replace(sample, prompt=sample.prompt.with_files(files)) if files else sample
 
 

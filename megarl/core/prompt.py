@@ -44,8 +44,8 @@ class Prompt(HoldsArrays):
         return hash(self.id)
 
     def with_files(self, files: Sequence[Any]) -> Prompt:
-        """Return the prompt with these files of its images, in order: bytes, references to bytes, or None."""
-        if not self.images:
+        """Return the prompt with PromptImage.file set for each image. `files`: one value per image, in order."""
+        if not self.images and not files:
             return self
         images = (replace(image, file=file) for image, file in zip(self.images, files, strict=True))
         return replace(self, images=tuple(images))

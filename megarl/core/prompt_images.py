@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +29,3 @@ class PromptImage:
     @property
     def stop(self) -> int:
         return self.start + self.num_tokens
-
-
-def collapsed(token_ids: NDArray[np.int32], images: Sequence[PromptImage]) -> list[int]:
-    """Return the token ids with one placeholder per image, as tokenizers return them."""
-    is_kept = np.ones(len(token_ids), np.bool_)
-    for image in images:
-        is_kept[image.start + 1 : image.stop] = False
-    return token_ids[is_kept].tolist()

@@ -179,8 +179,8 @@ class SampleRef:
         sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself. Of an
             image, it has only the part for training.
         pictured: reference to the image's part for rewards; None for a text.
-        prompt_images: references to the encoded images in the prompt, which the sample itself does not contain; empty
-            in the processes that neither train nor score it.
+        prompt_images: references to the prompt's encoded images, which are stored apart from the sample; empty until a
+            step takes the sample.
         tokens_per_step: LatentSample.num_tokens; 0 for a text.
         step: index of the single trained denoising step to which the reference refers, once an image is dispatched;
             None: the whole sample.

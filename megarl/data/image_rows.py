@@ -58,9 +58,12 @@ class ImageRows:
     @classmethod
     def of(cls, config: Config, folder: Path) -> ImageRows | None:
         """Return the loader of a data source; None for prompts without images."""
+        return None if config.data.image_column is None else cls.of_model(config, folder)
+
+    @classmethod
+    def of_model(cls, config: Config, folder: Path) -> ImageRows:
+        """Return the loader for a model with a vision tower. Raise a UserError if the model has none."""
         data = config.data
-        if data.image_column is None:
-            return None
         hf_config = read_config(folder)
         if VISION not in hf_config:
             raise UserError(

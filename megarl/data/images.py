@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megarl.core.errors import UserError
 from megarl.core.files import read_foreign_object, shown
+from megarl.core.prompt_images import PromptImage
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -183,7 +184,25 @@ class ImageProcessor:
     def patches(self, files: Sequence[bytes]) -> NDArray[np.float32]:
         """Return the patches of encoded images, one image after the other, float32
         [P, channels · time · height · width of a patch]."""
-        return self.processor([decode(file) for file in files], return_tensors="np")["pixel_values"]
+        return self._process(files)["pixel_values"]
+
+    def patches_in(self, image: PromptImage) -> NDArray[np.float32]:
+        """Return the patches of an image in a prompt, whose file is here as bytes; see `patches`. Raise a UserError
+        unless they have the grid in the prompt."""
+        try:
+            processed = self._process([image.file])
+            grid = tuple(processed["image_grid_thw"][0].tolist())
+            if grid != tuple(image.grid):
+                raise ValueError(f"this node produces grid {grid}, but the driver computed {image.grid}")
+        except ValueError as error:  # ImageError is one
+            raise UserError(
+                f"image {image.digest}: {error}. Fix: install the same Pillow and transformers versions, and use the "
+                "same model folder, on all nodes"
+            ) from None
+        return processed["pixel_values"]
+
+    def _process(self, files: Sequence[bytes]) -> Mapping[str, Any]:
+        return self.processor([decode(file) for file in files], return_tensors="np")
 
 
 def _unusable(folder: Path, reason: str) -> UserError:

@@ -53,7 +53,7 @@ class LocalBatch:
 
     def _pixels_of(self, processor: ImageProcessor, image: PromptImage) -> torch.Tensor:
         if image.digest not in self._pixels:
-            self._pixels[image.digest] = torch.from_numpy(processor.patches([image.file]))
+            self._pixels[image.digest] = torch.from_numpy(processor.patches_in(image))
         return self._pixels[image.digest]
 
     def renewed(self, samples: Sequence[SampleRef]) -> LocalBatch:

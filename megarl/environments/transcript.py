@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -84,7 +84,7 @@ class Transcript:
         has_candidates = any(turn.candidate_ids is not None for _, turn in self._turns)
         return Sample(
             id=name,
-            prompt=Prompt(prompt.id, prompt.text, ids[:start], prompt.answer, prompt.messages, prompt.columns),
+            prompt=replace(prompt, token_ids=ids[:start]),
             response_ids=ids[start:end],
             response_logprobs=logprobs,
             response_mask=mask,

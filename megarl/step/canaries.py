@@ -3,11 +3,10 @@ the same weights, so any log-prob difference is a mismatch between engine and tr
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, cycle
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -19,16 +18,15 @@ from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.prompt import Prompt
-from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import SampleRef
 from megarl.core.token_batch import Scoring
-from megarl.data.images import ImageProcessor
+from megarl.data.image_files import ImageFiles
+from megarl.data.image_rows import ImageRows, LoadedImage
 from megarl.data.prompts import PromptSet
 from megarl.models.families import completed
 from megarl.models.folder import read_config
 from megarl.models.huggingface import experts
 from megarl.models.tokenizer import load_tokenizer
-from megarl.models.vision import add_vision, vision_of
 from megarl.resharding.verification import regions
 from megarl.rollout.engine import EngineInfo, SamplingRequest
 from megarl.step.causes import Evidence
@@ -84,11 +82,10 @@ class Canaries:
             prompts = [
                 Prompt(f"{PURPOSE}:{text}", text, np.array(tokens, np.int32)) for text, tokens in ids.items() if tokens
             ]
-        if data.images is not None:
-            prompts = put_images(prompts, data.images.read)
+        prompts = put_images(prompts, data.images)
         if config.model.vision:
             synthetic, files = synthetic_images(config, workers.model_folder)
-            prompts += put_images(synthetic, files.__getitem__)
+            prompts += put_images(synthetic, files)
         return cls(config, workers, prompts, config.agreement_limit)
 
     def sample(self) -> dict[str, Answers]:
@@ -100,9 +97,9 @@ class Canaries:
         return {name: Answers.of(self._with_images(samples)) for name, samples in groups.items()}
 
     def _with_images(self, samples: Sequence[SampleRef]) -> list[SampleRef]:
-        """Return the responses to `_requests` with references to their prompts' images."""
-        pairs = zip(samples, cycle(self.prompts), strict=False)
-        return [attached for sample, prompt in pairs for attached in attach_images([sample], prompt)]
+        """Attach image references to the responses to `_requests`."""
+        pairs = zip(samples, [*self.prompts] * len(KINDS), strict=True)
+        return [attach_images(sample, prompt) for sample, prompt in pairs]
 
     def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
         """Return each engine's log-prob differences from the trainer, without evidence on their causes."""
@@ -199,25 +196,20 @@ class Canaries:
         return RankBatch.split(samples, self.workers.actor.packing)
 
 
-def synthetic_images(config: Config, folder: Path) -> tuple[list[Prompt], dict[str, bytes]]:
-    """Return prompts with one image of noise each, and the images as PNG files, by digest. Prompts that do not fit the
+def synthetic_images(config: Config, folder: Path) -> tuple[list[Prompt], ImageFiles]:
+    """Return prompts with one noise image each, and the encoded PNG images by digest. Prompts that do not fit the
     context are left out."""
     from PIL import Image
 
-    vision = vision_of(add_vision(read_config(folder)))
-    assert vision is not None, "preflight rejects models without a vision tower"
-    processor = ImageProcessor.of(folder, config.data.min_pixels, config.data.max_pixels)
+    rows = ImageRows.of_model(config, folder)
     text = load_tokenizer(folder).encode(IMAGE_TEXT, add_special_tokens=False)
-    prompts, files = [], {}
+    prompts = []
     for number, (width, height) in enumerate(IMAGE_SIZES):
-        stream = io.BytesIO()
+        name, stream = f"{PURPOSE}:image {number}", io.BytesIO()
         noise = np.random.default_rng(number).integers(256, size=(height, width, 3), dtype=np.uint8)
         Image.fromarray(noise).save(stream, "PNG")
-        file, grid = stream.getvalue(), processor.grid(width, height)
-        image = PromptImage(len(text), processor.num_tokens(grid), grid, hashlib.sha256(file).hexdigest())
-        ids = [*text, *[vision.image_token] * image.num_tokens]
+        image = LoadedImage(rows.files.add(stream.getvalue(), folder), rows.processor.grid(width, height))
+        ids, placed = rows.expand([*text, rows.token], [image], name)
         if len(ids) <= config.rollout.context_length - config.rollout.max_new_tokens:
-            name = f"{PURPOSE}:image {number}"
-            prompts.append(Prompt(name, IMAGE_TEXT, np.array(ids, np.int32), images=(image,)))
-            files[image.digest] = file
-    return prompts, files
+            prompts.append(Prompt(name, IMAGE_TEXT, np.array(ids, np.int32), images=placed))
+    return prompts, rows.files

@@ -126,7 +126,7 @@ def evaluate_sets(
     for settings in sets:
         name, set_config = settings.name, config_of_set(config, settings)
         data = prompts[name]
-        wanted = requests(config, settings, data if data.images is None else put_images(data.prompts, data.images.read))
+        wanted = requests(config, settings, put_images(data.prompts, data.images))
         if environments is not None and set_config.has_environment:
             sampled = environments.evaluate(wanted, set_config).result()
         else:
@@ -141,7 +141,7 @@ def evaluate_sets(
 
 
 def requests(
-    config: Config, settings: EvaluationSet, prompts: PromptSet | Sequence[Prompt]
+    config: Config, settings: EvaluationSet, prompts: Sequence[Prompt]
 ) -> list[list[SamplingRequest]] | list[list[ImageRequest]]:
     """Return the requests for each prompt in a set. Their seeds are the same in every evaluation. Images are sampled
     with the ODE."""

@@ -143,7 +143,7 @@ class RolloutQueue:
             if i in given or not self._use_finished(item, number, i, is_restart=i < num_again)
         ]
         places = self.finished.free_places(number, self._num_in_step, len(new))
-        prompts = self._with_images([self.data[items[i].row] for i in new])
+        prompts = put_images([self.data[items[i].row] for i in new], self.data.images)
         group_requests = requests(self.config, number, prompts, places, self.data.responses)
         self._num_in_step = max(self._num_in_step + len(items), 1 + max(places, default=0))
         groups: dict[int, Group] = {}
@@ -161,10 +161,6 @@ class RolloutQueue:
             since, is_restart = items[i].version, i < num_again
             self._schedule.begin(groups[i], number - 1, since, is_restart, index=num_earlier + i)
         self._num_begun += len(items)
-
-    def _with_images(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """Return the prompts with references to their images."""
-        return prompts if self.data.images is None else put_images(prompts, self.data.images.read)
 
     def _given_group(self, item: PendingPrompt, prompt: Prompt, order: int, name: str, version: int) -> Group:
         """Return the group STEP.GROUP of a prompt's given response."""
@@ -189,7 +185,7 @@ class RolloutQueue:
     ) -> None:
         """Add a group whose rollouts finished in an earlier attempt."""
         sampled: list[Sampled] = [list(samples)]
-        [prompt] = self._with_images([self.data[item.row]])
+        [prompt] = put_images([self.data[item.row]], self.data.images)
         group = Group(item, prompt, order, list(dict.fromkeys(sample.rollout_id for sample in samples)), ready(sampled))
         self._schedule.begin(group, item.version, is_restart=is_restart)
         self._schedule.finish(group)
@@ -211,7 +207,7 @@ class RolloutQueue:
         for group in taken:
             self.state.under_way.remove(group.item)
         self._draws.taken += [group.item for group in taken]
-        sampled = [attach_images(completed(group.result()), group.prompt) for group in taken]
+        sampled = [[attach_images(sample, group.prompt) for sample in completed(group.result())] for group in taken]
         if self.config.rollout.longest_first:
             lengths: dict[int, list[int]] = {}
             for group, samples in zip(taken, sampled, strict=True):

@@ -213,6 +213,8 @@ class EngineSide:
             early = asyncio.create_task(engine.generate(requests(prompts, greedy)))
             while len(steps) < STEPS_BEFORE_REFIT:
                 await asyncio.sleep(0)
+                if self._is_loading():
+                    steps.clear()
             engine._step = step
             tokens = self._pending_tokens()
             if pauses:
@@ -235,6 +237,10 @@ class EngineSide:
             return await early, await late
 
         return asyncio.run(sample())
+
+    def _is_loading(self) -> bool:
+        """Whether images of requests are loading, which the engine then submits."""
+        return self.engine._images is not None and bool(self.engine._images._loading)
 
     def _pending_tokens(self) -> list[int]:
         states = self.engine._llm.llm_engine.output_processor.request_states

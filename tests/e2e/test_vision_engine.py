@@ -49,13 +49,31 @@ class VisionSide(EngineSide):
         requests = [replace(request, prefix=prefix) for request in test_refit.requests(prompts)]
         return self._sample(requests)
 
+    def sample_and_count(self, prompts):
+        """Return the samples, and the digests of all images whose patches were computed."""
+        images, digests = self.engine._images, []
+        convert = images._convert
+        images._convert = lambda image: digests.append(image.digest) or convert(image)
+        samples = self.sample(prompts)
+        images._convert = convert
+        return samples, digests
+
     def sample_resized(self, prompt):
         """Sample a prompt whose image has other patches in the engine."""
         image = replace(prompt.images[0], grid=(1, 2, 2), digest="other")
         return self._sample([SamplingRequest("resized", replace(prompt, images=(image,)), seed=0)])
 
+    def spoil_deepstack(self):
+        """Overwrite the deepstack features as level-2 sleep does on GPU."""
+        self.engine._llm.collective_rpc(spoil_deepstack)
+
     def _sample(self, requests):
         return asyncio.run(self.engine.generate(requests))
+
+
+def spoil_deepstack(worker) -> None:
+    for tensor in getattr(worker.model_runner.get_model(), "deepstack_input_embeds", None) or ():
+        tensor.fill_(100.0)
 
 
 def prompts(folder: Path) -> list[Prompt]:
@@ -86,8 +104,8 @@ def canonical(stored: str) -> str:
 class Weights:
     """The weights of a model that refits send, and transformers' model with the same weights."""
 
-    def __init__(self, folder: Path):
-        self._folder, self._processor = folder, ImageProcessor.of(folder)
+    def __init__(self, folder: Path, files: Mapping[str, bytes]):
+        self._folder, self._processor, self._files = folder, ImageProcessor.of(folder), files
         self.tensors = {canonical(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
         publish(self.tensors)
 
@@ -103,7 +121,8 @@ class Weights:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(self.tensors[canonical(name)])
-            # transformers takes a sampled placeholder for an image's. Another token with the same embedding is not.
+            # transformers would replace a sampled placeholder by image features, so use a different id with the same
+            # embedding.
             embedding = model.get_input_embeddings().weight
             embedding[STAND_IN] = embedding[IMAGE_ID]
         return model
@@ -113,7 +132,7 @@ class Weights:
         """Return the log-probs of a sample, given the model of each version. A second version continues with the keys
         and values of the first."""
         first, last = models[sample.versions[0].version], models[sample.versions[-1].version]
-        prompt, images = sample.prompt, PROMPT_IMAGES[sample.prompt.id]
+        prompt, images = sample.prompt, sample.prompt.images
         num_prompt, ids = len(prompt.token_ids), torch.tensor(sample.token_ids[None]).long()
         response = ids[:, num_prompt:]
         inputs = torch.cat((ids[:, :num_prompt], response.where(response != IMAGE_ID, STAND_IN)), 1)
@@ -121,7 +140,7 @@ class Weights:
         for image in images:
             types[0, image.start : image.stop] = 1
         if images:
-            pixels = torch.from_numpy(self._processor.patches([image.file for image in images]))
+            pixels = torch.from_numpy(self._processor.patches([self._files[image.digest] for image in images]))
             extra = dict(pixel_values=pixels, image_grid_thw=torch.tensor([image.grid for image in images]))
         grids = extra.get("image_grid_thw")
         places, _ = first.model.get_rope_index(inputs, image_grid_thw=grids, mm_token_type_ids=types)
@@ -153,23 +172,27 @@ class Weights:
             np.testing.assert_allclose(sample.response_logprobs[trained], expected, rtol=0, atol=TOLERANCE)
 
 
-PROMPT_IMAGES: dict[str, tuple[PromptImage, ...]] = {}
+def assert_prompts(samples: Sequence[Sample], asked: Sequence[Prompt]) -> None:
+    """Require that the samples have the tokens and images of their prompts, without the encoded images."""
+    expected = [prompt.with_files([None] * len(prompt.images)) for prompt in asked]
+    assert [sample.prompt.images for sample in samples] == [prompt.images for prompt in expected]
+    assert [sample.prompt.token_ids.tolist() for sample in samples] == [p.token_ids.tolist() for p in expected]
 
 
 @pytest.mark.parametrize("kind", exhaustive_but(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), "qwen3_vl"))
 def test_engine_with_images_equals_transformers(kind, tmp_path, remotes):  # noqa: F811
-    """Prompts with several images of mixed sizes, one image twice, and none. First only the tower changes, then all
-    weights change while samples are in flight, whose KV cache is kept or recomputed."""
+    """Cover several images of different sizes, a repeated image, and no image. Refit the tower alone, then all weights
+    during sampling, keeping or recomputing the KV cache."""
     folder = build(tmp_path / "model", kind)
     config = config_of(folder, "{}", 1, ["model.vision=true"])
     engine = remotes(engine_context(), VisionSide, config, folder, True)
-    asked, weights = prompts(folder), Weights(folder)
-    PROMPT_IMAGES.update((prompt.id, prompt.images) for prompt in asked)
+    asked = prompts(folder)
+    weights = Weights(folder, {image.digest: image.file for prompt in asked for image in prompt.images})
     models = {0: weights.model()}
-    samples = engine.call("sample", asked)
+    samples, digests = engine.call("sample_and_count", asked)
+    assert len(digests) == len(set(digests)) == len(SIZES), "requests share patches"
     weights.assert_equal(samples, models)
-    assert all(image.file is None for sample in samples for image in sample.prompt.images)
-    assert [sample.prompt.token_ids.tolist() for sample in samples] == [p.token_ids.tolist() for p in asked]
+    assert_prompts(samples, asked)
 
     policy = add_vision(read_config(folder))
     source = huggingface_holder(policy, "float32")
@@ -177,25 +200,29 @@ def test_engine_with_images_equals_transformers(kind, tmp_path, remotes):  # noq
     channel = SharedMemory({source.name: publish(weights.tensors)})
     engine.call("connect", make_plan([source], [target]), channel, [target])
     weights.change("model.visual.", 1)
+    engine.call("spoil_deepstack")
     engine.call("refit", 1)
     models[1] = weights.model()
     weights.assert_equal(engine.call("sample", asked), models)
 
     prefixed = engine.call("sample_with_prefixes", asked, (IMAGE_ID, 65, IMAGE_ID))
     assert all(sample.response_ids[:3].tolist() == [IMAGE_ID, 65, IMAGE_ID] for sample in prefixed)
+    assert_prompts(prefixed, asked)
     weights.assert_equal(prefixed, models)
 
-    for version, kv_cache in ((2, "keep"), (3, "recompute")):
+    for version, kv_cache, pauses in ((2, "keep", False), (3, "recompute", False), (4, "recompute", True)):
         weights.change("", version)
-        early, late = engine.call("sample_through_a_refit", asked, version, kv_cache)
+        early, late = engine.call("sample_through_a_refit", asked, version, kv_cache, pauses)
         models[version] = weights.model()
         through = [sample for sample in early if len(sample.versions) == 2]
         assert any(sample.prompt.images for sample in through)
+        assert_prompts(early, asked)
+        assert_prompts(late, asked)
         weights.assert_equal(late, models)
         if kv_cache == "keep":
             weights.assert_equal(early, models)
         else:
             weights.assert_recomputed(through, models)
 
-    with pytest.raises(UserError, match=r"has 16 patches in the engine, but the prompt has placeholders for 4"):
+    with pytest.raises(UserError, match=r"this node produces grid \(1, 4, 4\), but the driver computed \(1, 2, 2\)"):
         engine.call("sample_resized", asked[0])

@@ -64,7 +64,9 @@ class RankActor(ProcessActor):
 
     def _receive(self, argument: Any) -> Any:
         """Fetch the LocalBatch if the argument is a RankBatch."""
-        return self._batches.fetch(argument) if isinstance(argument, RankBatch) else argument
+        if not isinstance(argument, RankBatch):
+            return argument
+        return self._batches.fetch(argument, with_files=self._worker.has_tower)
 
     def prepare(self) -> None:
         """Prepare this process to replace a rank: import the worker's class and its dependencies. Raise RunFailure if

@@ -78,6 +78,11 @@ class ModelWorker:
             **self._attached,
         )
 
+    @property
+    def has_tower(self) -> bool:
+        """Whether this rank has a vision tower, and so needs the images of prompts."""
+        return self._processor is not None
+
     def _image_processor(self) -> ImageProcessor | None:
         """Return the processor of images; None on ranks without a vision tower."""
         if vision_of(self._hf_config) is None or not parallel.is_first_stage(None):

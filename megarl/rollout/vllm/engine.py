@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -64,6 +65,7 @@ class _PendingRequest:
 
     token_ids: list[int]
     request: SamplingRequest | TurnRequest
+    images: Sequence[MultiModalKwargsItem]
     submitted: _Submitted
     completion: asyncio.Future[Completion]
 
@@ -97,7 +99,11 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
 
     async def _complete(self, request: SamplingRequest) -> Sample:
         context = [*request.prompt.token_ids.tolist(), *request.prefix]
-        return self._sample(request, await self._begin(context, request))
+        images: Sequence[MultiModalKwargsItem] = ()
+        if request.prompt.images:
+            assert self._images is not None, "config rules must reject images without model.vision"
+            images = await self._images.load(request.prompt.images)
+        return self._sample(request, await self._begin(context, request, images))
 
     def num_unfinished(self, sample_ids: Collection[str]) -> int:
         requested = [item for item in self._pending.values() if item.request.sample_id in sample_ids]
@@ -117,12 +123,18 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
             self._require_weights()
         return self._begin(request.token_ids.tolist(), request)
 
-    def _begin(self, token_ids: list[int], request: SamplingRequest | TurnRequest) -> asyncio.Future[Completion]:
-        """Submit a request and return the future for its completion."""
+    def _begin(
+        self,
+        token_ids: list[int],
+        request: SamplingRequest | TurnRequest,
+        images: Sequence[MultiModalKwargsItem] = (),
+    ) -> asyncio.Future[Completion]:
+        """Submit a request and return the future for its completion. `images`: the patches of its images."""
         if not self._is_paused:
             self._wake()
         name, completion = str(next(self._numbers)), asyncio.get_running_loop().create_future()
-        self._pending[name] = _PendingRequest(token_ids, request, self._submit(name, token_ids, request), completion)
+        submitted = self._submit(name, token_ids, request, images)
+        self._pending[name] = _PendingRequest(token_ids, request, images, submitted, completion)
         completion.add_done_callback(lambda _: self._remove(name))
         self._ensure_stepping()
         return completion
@@ -145,7 +157,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         assert self._is_paused or not self._pending, "cannot sleep while sampling. Pause the engine first"
         if not keeps_weights:
             self.version = None
-        self._reset_features()  # they would occupy device memory
+        self._reset_features()  # the encoder cache is not part of vLLM's sleep
         self._llm.sleep(level=1 if keeps_weights else 2, mode="keep")
 
     def _wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ("weights", "kv_cache")) -> None:
@@ -182,7 +194,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         return stats
 
     def _reset_features(self) -> None:
-        """Drop the features of images. Requests that still need them for their prompts compute them again."""
+        """Clear the encoder cache. Requests still in prefill recompute their features."""
         if self._images is not None:
             self._llm.llm_engine.reset_encoder_cache()
 
@@ -217,14 +229,19 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
                 raise result.error
         return results
 
-    def _submit(self, name: str, token_ids: list[int], request: SamplingRequest | TurnRequest) -> _Submitted:
-        """Submit a request to vLLM. The cache salt separates prefix-cache entries by
-        refit and purpose. A request must not reuse entries from older weights, which stay in the cache because
-        interrupted samples still use and extend them."""
-        salt, images = f"{self._num_refits}{request.purpose}", _images_of(request)
-        if images:
-            assert self._images is not None, "config rules must reject images without model.vision"
-            prompt = self._images.prompt(token_ids, images, salt)
+    def _submit(
+        self,
+        name: str,
+        token_ids: list[int],
+        request: SamplingRequest | TurnRequest,
+        images: Sequence[MultiModalKwargsItem],
+    ) -> _Submitted:
+        """Submit a request to vLLM. The cache salt separates prefix-cache entries by refit and purpose. A request must
+        not reuse entries from older weights, which stay in the cache because interrupted samples still use and extend
+        them."""
+        salt = f"{self._num_refits}{request.purpose}"
+        if images and self._images is not None:
+            prompt = self._images.prompt(token_ids, _images_of(request), images, salt)
         else:
             prompt = tokens_input(token_ids, cache_salt=salt)
         vllm_id = self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
@@ -311,7 +328,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         tokenless = {name: item for name, item in unfinished.items() if not self._num_tokens(item)}
         self._abort(list(tokenless))
         for name, item in tokenless.items():
-            item.submitted = self._submit(name, item.token_ids, item.request)
+            item.submitted = self._submit(name, item.token_ids, item.request, item.images)
 
     def _sampling(self, request: Sampling) -> SamplingParams:
         stop = [*self._config.stop, *request.stop]
@@ -334,7 +351,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
 
 
 def _images_of(request: SamplingRequest | TurnRequest) -> Sequence[PromptImage]:
-    """Return the images in a request. Turns have none, because environments do not support images."""
+    """Return a request's images; empty for turns, because environments do not support images."""
     return request.prompt.images if isinstance(request, SamplingRequest) else ()
 
 

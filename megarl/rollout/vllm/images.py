@@ -1,14 +1,15 @@
 """Pass the images of prompts to vLLM.
 
-vLLM would compute an image's patches and find its placeholders with transformers' processors, which need torchvision.
-Here, patches come from the trainer's image processor, and places are spans of the prompt: a policy may sample the
-placeholder token, so token ids do not reveal places.
+vLLM's own processors need torchvision and locate placeholders by token id, but a policy may sample the placeholder
+token. megarl passes patches from the trainer's image processor and the placeholders' spans instead.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,7 +21,6 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
-from megarl.core.errors import UserError
 from megarl.core.prompt_images import PromptImage
 from megarl.data.images import ImageProcessor
 
@@ -28,7 +28,10 @@ IMAGE = "image"
 """vLLM's name of the modality."""
 
 PIXELS = "mm_processor_kwargs"
-"""vLLM's argument for the limits of image sizes, which engines without a vision tower lack."""
+"""vLLM's argument for image size limits; set only for engines with a vision tower."""
+
+MAX_THREADS = 4
+"""Maximum number of threads that compute patches in an engine."""
 
 
 def vision_arguments(min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
@@ -38,7 +41,8 @@ def vision_arguments(min_pixels: int | None, max_pixels: int | None) -> dict[str
     return {
         PIXELS: {name: value for name, value in limits.items() if value is not None},
         "mm_device_do_normalize": False,  # patches are normalized
-        "mm_processor_cache_gb": 0,  # ImageInputs shares patches
+        # ImageInputs shares patches in this process. With tp > 1, every request sends its patches to every worker.
+        "mm_processor_cache_gb": 0,
         "mm_encoder_tp_mode": "data",  # each rank holds the whole tower, which refits write
     }
 
@@ -50,6 +54,9 @@ class ImageInputs:
         self._processor = processor
         self._items: WeakValueDictionary[str, MultiModalKwargsItem] = WeakValueDictionary()
         """Patches of the images of pending requests, by digest."""
+        self._loading: dict[str, asyncio.Future[MultiModalKwargsItem]] = {}
+        """Patches that threads are computing, by digest."""
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "images")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> ImageInputs | None:
@@ -58,32 +65,46 @@ class ImageInputs:
             return None
         return cls(ImageProcessor.of(Path(arguments["model"]), **arguments[PIXELS]))
 
-    def prompt(self, token_ids: list[int], images: Sequence[PromptImage], cache_salt: str) -> MultiModalInput:
-        """Return the input for a prompt whose tokens include all placeholders. vLLM caches features by digest."""
+    async def load(self, images: Sequence[PromptImage]) -> list[MultiModalKwargsItem]:
+        """Return the images' patches for vLLM, which threads compute. Patches are shared while a caller holds them.
+        Raise a UserError if they differ from the prompt's placeholders."""
+        return list(await asyncio.gather(*map(self._item, images)))
+
+    def prompt(
+        self,
+        token_ids: list[int],
+        images: Sequence[PromptImage],
+        items: Sequence[MultiModalKwargsItem],
+        cache_salt: str,
+    ) -> MultiModalInput:
+        """Return vLLM's input for a prompt with expanded placeholders. Digests are the keys of vLLM's feature cache.
+        `items`: the result of `load` for these images."""
         return mm_input(
             token_ids,
-            MultiModalKwargsItems({IMAGE: [self._item(image) for image in images]}),
+            MultiModalKwargsItems({IMAGE: [*items]}),
             {IMAGE: [image.digest for image in images]},
             {IMAGE: [PlaceholderRange(image.start, image.num_tokens) for image in images]},
             cache_salt=cache_salt,
         )
 
-    def _item(self, image: PromptImage) -> MultiModalKwargsItem:
-        item = self._items.get(image.digest)
+    async def _item(self, image: PromptImage) -> MultiModalKwargsItem:
+        digest = image.digest
+        item = self._items.get(digest)
         if item is None:
-            patches = self._processor.patches([image.file])
-            if len(patches) != math.prod(image.grid):
-                raise UserError(
-                    f"model.vision=true: image {image.digest} has {len(patches)} patches in the engine, but the prompt "
-                    f"has placeholders for {math.prod(image.grid)}. Fix: use the same model folder and version of "
-                    "transformers on all nodes"
-                )
-            item = self._items[image.digest] = kwargs_item(torch.from_numpy(patches), image.grid)
+            if digest not in self._loading:
+                future = asyncio.get_running_loop().run_in_executor(self._threads, self._convert, image)
+                self._loading[digest] = future
+                future.add_done_callback(lambda _: self._loading.pop(digest))
+            # Canceling one request must not cancel the image for others.
+            item = self._items[digest] = await asyncio.shield(self._loading[digest])
         return item
+
+    def _convert(self, image: PromptImage) -> MultiModalKwargsItem:
+        return kwargs_item(torch.from_numpy(self._processor.patches_in(image)), image.grid)
 
 
 def kwargs_item(patches: torch.Tensor, grid: Sequence[int]) -> MultiModalKwargsItem:
-    """Return vLLM's form of an image with these patches, float32 [P, D], and this grid."""
+    """Convert an image's patches, float32 [P, D], and grid to a vLLM item."""
     fields = dict(
         pixel_values=MultiModalFieldConfig.flat_from_sizes(IMAGE, torch.tensor([len(patches)])),
         image_grid_thw=MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
@@ -94,24 +115,28 @@ def kwargs_item(patches: torch.Tensor, grid: Sequence[int]) -> MultiModalKwargsI
 
 
 class ImageInfo(BaseProcessingInfo):
-    """What vLLM needs to know to reserve memory for images."""
+    """Image limits from which vLLM sizes its memory profile and encoder cache."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {IMAGE: None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        return {IMAGE: self.processor.num_tokens(self.largest_grid(seq_len))}
+        return {IMAGE: self.max_tokens(seq_len)}
 
     @property
     def processor(self) -> ImageProcessor:
         limits: dict[str, Any] = dict(self.ctx.get_mm_config().mm_processor_kwargs or {})
         return ImageProcessor.of(Path(self.ctx.model_config.model), **limits)
 
-    def largest_grid(self, max_tokens: int) -> tuple[int, int, int]:
-        """Return the grid of the largest image that fits into a context of this length."""
+    def max_tokens(self, context_length: int) -> int:
+        """Return the largest number of features of an image that fits into a context of this length."""
         settings = self.processor.processor
         side = settings.patch_size * settings.merge_size
-        num_tokens = max(1, min(settings.size["longest_edge"] // side**2, max_tokens))
+        return max(1, min(settings.size["longest_edge"] // side**2, context_length))
+
+    def dummy_grid(self, context_length: int) -> tuple[int, int, int]:
+        """Return the grid of a nearly square image with at most `max_tokens` features."""
+        settings, num_tokens = self.processor.processor, self.max_tokens(context_length)
         rows = math.isqrt(num_tokens)
         return 1, rows * settings.merge_size, num_tokens // rows * settings.merge_size
 
@@ -125,14 +150,13 @@ class NoDummyInputs(BaseDummyInputsBuilder[ImageInfo]):
 
 
 class ReadyImages(BaseMultiModalProcessor[ImageInfo]):
-    """vLLM's processor for engines whose requests contain patches. It only provides the images with which vLLM measures
-    memory."""
+    """Processor for requests that already contain patches. It provides only the dummy images for memory profiling."""
 
     def get_dummy_mm_inputs(
         self, mm_counts: Mapping[str, int], *, cache: object = None, scheduler_config: SchedulerConfig | None = None
     ) -> MultiModalInput:
         length = self.info.ctx.model_config.max_model_len
-        grid = self.info.largest_grid(length)
+        grid = self.info.dummy_grid(length)
         settings, num_tokens = self.info.processor.processor, self.info.processor.num_tokens(grid)
         size = 3 * settings.temporal_patch_size * settings.patch_size**2
         item = kwargs_item(torch.zeros(math.prod(grid), size), grid)
@@ -151,7 +175,7 @@ class ReadyImages(BaseMultiModalProcessor[ImageInfo]):
 
 
 def accept_patches(model: Any) -> None:
-    """Replace the processor of a vLLM model class, which needs transformers' processors."""
-    del model._processor_factory  # vLLM logs a warning about two processors
+    """Register ReadyImages for a vLLM model class in place of its own processor."""
+    del model._processor_factory  # avoids vLLM's warning about a second processor
     register = MULTIMODAL_REGISTRY.register_processor(ReadyImages, info=ImageInfo, dummy_inputs=NoDummyInputs)
     register(model)

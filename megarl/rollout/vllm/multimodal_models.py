@@ -1,8 +1,8 @@
-"""Load the models that vLLM defines in modules of multimodal models: vision-language models and Qwen3.5's text models.
+"""Load vision-language models, and Qwen3.5's text models, which vLLM defines in the same modules.
 
 The image processors in these modules import torchvision, whose builds on PyPI require CUDA. Without torchvision, the
-modules are imported with stand-ins for it. vLLM also inspects model classes in another process, which would import the
-module again.
+modules are imported with stand-ins for it. vLLM inspects model classes in a subprocess without these stand-ins, so they
+are inspected in this process.
 """
 
 from __future__ import annotations

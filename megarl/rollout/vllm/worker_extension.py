@@ -103,6 +103,17 @@ def _process_weights(model: torch.nn.Module, dtype: torch.dtype) -> bool:
     return rewritten
 
 
+@torch.inference_mode()  # vLLM may have created the tensors in inference mode
+def _clear_deepstack(model: torch.nn.Module) -> None:
+    """Clear Qwen3-VL's tensors for deepstack features, which vLLM adds to the hidden states of all tokens. Level-2
+    sleep discards them, but waking restores only registered buffers."""
+    for tensor in getattr(model, "deepstack_input_embeds", None) or ():
+        tensor.zero_()
+    count = "deepstack_input_embeds_num_tokens"
+    if hasattr(model, count):
+        setattr(model, count, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The result of a call that failed in a worker."""
@@ -137,6 +148,7 @@ class RefitExtension:
 
     def refit(self, expected: Mapping[Region, Checksum] | None) -> SyncStats | Failed:
         """Write the trainer's weights into this worker."""
+        _clear_deepstack(self.model_runner.get_model())
         return _catch_error(self._load if self._by_loader else self._refit, expected)
 
     def _connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:

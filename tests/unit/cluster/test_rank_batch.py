@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -119,6 +120,12 @@ def test_images_are_fetched_once_with_their_samples(store, monkeypatch):
     for item in fetched:
         assert [image.file for image in item.sample.prompt.images] == [b"a", b"b", b"a"]
     assert all(image.file is None for sample in stored.values() for image in sample.prompt.images)
+    store.clear()
+    batch = RankBatch(tuple(refs), ((0, 1),))
+    without = FetchedBatches().fetch(batch, with_files=False)
+    assert all(image.file is None for item in without.samples for image in item.sample.prompt.images)
+    replace(batch, privileged={sample.id: np.array([7], np.int32) for sample in stored.values()}).fetch()
+    assert store == [["ref 1", "ref 2"]] * 2
 
 
 def test_all_objects_of_a_batch_are_fetched_in_one_call(store):

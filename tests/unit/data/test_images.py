@@ -6,6 +6,7 @@ import json
 import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image
 
 from megarl.core.errors import UserError
+from megarl.core.prompt_images import PromptImage
 from megarl.data import images
 from megarl.data.images import MAX_IMAGE_PIXELS, ImageError, ImageProcessor, decode, size_of
 from tests import tiny_vision
@@ -197,3 +199,16 @@ def test_invalid_processor_settings_are_errors(tmp_path: Path, file: str, settin
     (tmp_path / file).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=rf"invalid settings of the image processor \({reason}.*Fix: copy prep"):
         ImageProcessor.of(tmp_path)
+
+
+def test_patches_of_another_grid_or_file_are_errors(folders: dict[str, Path]) -> None:
+    """On a node, another version of a library may resize images differently or not read a file."""
+    file = png(64, 64)
+    processor = ImageProcessor.of(folders["qwen3_vl"])
+    image = PromptImage(0, 4, processor.grid(64, 64), "digest", file)
+    np.testing.assert_array_equal(processor.patches_in(image), processor.patches([file]))
+    transposed = replace(image, grid=(1, 2, 8))  # as many patches
+    with pytest.raises(UserError, match=r"image digest: this node .* \(1, 4, 4\), .* \(1, 2, 8\)\. Fix: install"):
+        processor.patches_in(transposed)
+    with pytest.raises(UserError, match=r"image digest: it is not an image .*\. Fix: install"):
+        processor.patches_in(replace(image, file=b"damaged"))

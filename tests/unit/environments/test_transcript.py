@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
 from megarl.core.completion import NO_ROUTE, Completion, VersionRun
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.environments.transcript import Transcript
 
 
@@ -45,3 +46,13 @@ def test_turn_without_routes_gets_routes_of_later_turns():
     assert sample(None, 20).routes[:, 0, 0].tolist() == [20] * 9 + [NO_ROUTE]
     assert sample(10, None).routes[:, 0, 0].tolist() == [10] * 4 + [NO_ROUTE] * 6
     assert sample(None, None).routes is None
+
+
+def test_sample_keeps_all_fields_of_its_prompt():
+    prompt = Prompt("p", "text", [9, 2], "answer", ({"role": "user"},), {"a": 1}, (PromptImage(0, 1, (1, 2, 2), "d"),))
+    transcript = Transcript([9, 2])
+    transcript.add_turn(turn(2, 3, None))
+    found = transcript.sample("0", prompt, "", "0", None).prompt
+    for name in {item.name for item in fields(Prompt)} - {"token_ids"}:
+        assert getattr(found, name) == getattr(prompt, name), name
+    assert found.token_ids.tolist() == [9, 2]
