@@ -52,7 +52,7 @@ class Stack(NamedTuple):
 
     Attributes:
         shape: shape of the stored tensor.
-        experts: for each expert, in order, the tensors whose rows follow each other.
+        experts: tensors of each expert, in expert order; an expert's tensors are concatenated by rows.
         is_transposed: as in Place.
     """
 
@@ -109,13 +109,13 @@ def _canonical_name(stored: str) -> str:
 
 
 def stored_name(name: str) -> str:
-    """Return the name of a tensor in the checkpoint of a multimodal model, given that in its text model or tower."""
+    """Return a tensor's name in a multimodal checkpoint from its canonical name."""
     is_text = name.startswith("model.") and not name.startswith(f"model.{TOWER_PREFIX}")
     return f"{TEXT_PREFIX}{name.removeprefix('model.')}" if is_text else name
 
 
 def _stacked(files: Mapping[str, Path], stored: str, prefix: str, suffix: str) -> dict[str, Place]:
-    """Return the places of each expert's tensors in a tensor that stacks them. prefix: that of their names."""
+    """Return the places of the experts' tensors within a stacked tensor. prefix: prefix of their canonical names."""
     path, projections = files[stored], STACKED[suffix]
     shape, is_transposed = _stored_header(path, stored).shape, _is_transposed(files, stored.removesuffix(suffix))
     # Reject empty tensors: a damaged file could claim any number of experts without elements.
