@@ -6,6 +6,7 @@ torchvision is not required: preprocessor_config.json is written without transfo
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,6 +152,20 @@ def _transpose_experts(file: Path) -> None:
         name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a transformers model with canonical names and separate experts."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        name = name.replace("model.language_model.", "model.")
+        path, experts, projection = name.partition(".experts.")
+        for i, part in enumerate(tensor if experts else ()):
+            names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+            rows = zip(names, part.chunk(len(names)), strict=True)
+            found |= {f"{path}.experts.{i}.{kind}.weight": value for kind, value in rows}
+        found |= {} if experts else {name: tensor}
+    return found
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -148,9 +148,10 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("recurrent"), "qwen3_next", **sizes)
 
 
-def update(worker: ActorWorker, config: Config, number: int) -> RankResult:
-    """Run a step of one update."""
-    batch = local_batch(rank_batches(config, worker.packing, UPDATES[number])[worker.data_parallel_rank])
+def update(worker: ActorWorker, config: Config, number: int, groups: list[Group] | None = None) -> RankResult:
+    """Run a step of one update. groups: the samples; None: those of this number in UPDATES."""
+    groups = UPDATES[number] if groups is None else groups
+    batch = local_batch(rank_batches(config, worker.packing, groups)[worker.data_parallel_rank])
     gradients = capture_gradients(worker)
     if config.algorithm.kl.coefficient:
         worker.keep_log_probs("reference", batch)
@@ -186,12 +187,14 @@ def save(store, rank: int, config: Config, model: Path, folder: Path, before: Ch
     return Saved(worker.finish_checkpoint(folder), result)
 
 
-def resume(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> RankResult:
+def resume(
+    store, rank: int, config: Config, model: Path, checkpoint: Checkpoint, groups: list[Group] | None = None
+) -> RankResult:
     worker = ActorWorker(config, model, rank, store, threads=1)
     worker.check_checkpoint(checkpoint)
     worker.load_checkpoint(checkpoint)
     assert worker.num_updates == SAVED_AFTER
-    return update(worker, config, SAVED_AFTER)
+    return update(worker, config, SAVED_AFTER, groups)
 
 
 def saved_by(

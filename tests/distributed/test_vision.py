@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,21 +129,9 @@ class VisionReference(GrpoReference):
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
         weights = dict(self.model.named_parameters())
-        return Outcome(float(loss.detach()), float(norm), canonical(gradients), canonical(weights))
-
-
-def canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a transformers model with canonical names and separate experts."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        name = name.replace("model.language_model.", "model.")
-        path, experts, projection = name.partition(".experts.")
-        for i, part in enumerate(tensor if experts else ()):
-            names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
-            rows = zip(names, part.chunk(len(names)), strict=True)
-            found |= {f"{path}.experts.{i}.{kind}.weight": value for kind, value in rows}
-        found |= {} if experts else {name: tensor}
-    return found
+        return Outcome(
+            float(loss.detach()), float(norm), tiny_vision.canonical(gradients), tiny_vision.canonical(weights)
+        )
 
 
 class Case(NamedTuple):

@@ -56,6 +56,9 @@ def test_text_model_without_its_tower_converts(tmp_path: Path) -> None:
     written = load_file(tmp_path / "back" / SINGLE)
     assert written.keys() == {name.replace("model.language_model.", "model.") for name in text}
     assert read_config(tmp_path / "back")["architectures"] == ["Qwen3_5ForCausalLM"]
+    other = tiny_vision.build(tmp_path / "other", "qwen3_vl")
+    with pytest.raises(UserError, match="has no vision tower, without which vLLM cannot run models of type qwen3_vl"):
+        megatron_to_huggingface(tmp_path / "out", tmp_path / "refused", huggingface=other)
 
 
 def test_incomplete_tower_that_engines_need_is_refused(tmp_path: Path) -> None:
