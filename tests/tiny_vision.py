@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 
 from tests.tiny_model import randomize
 
-Kind = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
+Kind = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 
 SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -37,7 +37,7 @@ IMAGE_ID = IDS["<|image_pad|>"]
 VOCAB_SIZE = 320
 
 MERGE, TEMPORAL_PATCH, CHANNELS = 2, 2, 3
-PATCH: dict[Kind, int] = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16}
+PATCH: dict[Kind, int] = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16, "qwen3_5_moe": 16}
 """Height and width of a patch, in pixels."""
 
 LARGEST_SIDE = 4
@@ -58,6 +58,21 @@ _TEXT = dict(
 )
 _GROUPED = dict(num_attention_heads=4, head_dim=32)
 _INTERLEAVED = dict(rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5], mrope_interleaved=True)
+_GATED_DELTA = _GROUPED | dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    rms_norm_eps=1e-3,  # large, because the delta net's norm would amplify rounding errors of near-zero outputs
+    rope_parameters=dict(
+        rope_type="default",
+        rope_theta=10000.0,
+        partial_rotary_factor=0.5,
+        mrope_section=[3, 3, 2],
+        mrope_interleaved=True,
+    ),
+)
 _TEXTS: dict[Kind, dict[str, Any]] = {
     "qwen2_5_vl": dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 6, 6])),
     "qwen3_vl": _GROUPED | dict(rope_parameters=_INTERLEAVED),
@@ -70,21 +85,13 @@ _TEXTS: dict[Kind, dict[str, Any]] = {
         decoder_sparse_step=1,
         norm_topk_prob=True,
     ),
-    "qwen3_5": _GROUPED
+    "qwen3_5": _GATED_DELTA,
+    "qwen3_5_moe": _GATED_DELTA
     | dict(
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        rms_norm_eps=1e-3,  # large, because the delta net's norm would amplify rounding errors of near-zero outputs
-        rope_parameters=dict(
-            rope_type="default",
-            rope_theta=10000.0,
-            partial_rotary_factor=0.5,
-            mrope_section=[3, 3, 2],
-            mrope_interleaved=True,
-        ),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,  # so that no expert matrix is square
+        shared_expert_intermediate_size=32,
     ),
 }
 _TOWER = dict(
@@ -102,6 +109,7 @@ _TOWERS: dict[Kind, dict[str, Any]] = {
     "qwen3_vl": _GRID_POSITIONS | dict(deepstack_visual_indexes=[0, 1]),
     "qwen3_vl_moe": _GRID_POSITIONS | dict(deepstack_visual_indexes=[0, 1]),
     "qwen3_5": _GRID_POSITIONS,
+    "qwen3_5_moe": _GRID_POSITIONS,
 }
 
 
@@ -189,6 +197,7 @@ _VIDEO: dict[Kind, dict[str, Any]] = {
     "qwen3_vl": dict(video_processor_type="Qwen3VLVideoProcessor"),
     "qwen3_vl_moe": dict(video_processor_type="Qwen3VLVideoProcessor"),
     "qwen3_5": dict(video_processor_type="Qwen3VLVideoProcessor"),
+    "qwen3_5_moe": dict(video_processor_type="Qwen3VLVideoProcessor"),
 }
 
 

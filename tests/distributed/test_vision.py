@@ -213,6 +213,7 @@ CASES = {
     "qwen3_5: PP2, VPP2": "pp: 2, vpp: 2",
     "qwen3_5: CP2": "cp: 2",
     "qwen3_5: DP2": "dp: 2",
+    "qwen3_5_moe: EP2": "dp: 2, ep: 2",
 }
 """Family and name of a layout -> layout. Deepstack layers must be in the first chunk, which excludes VPP2 with four
 layers. Gradient reduction overlaps, so that ranks and microbatches without images must not omit the tower's

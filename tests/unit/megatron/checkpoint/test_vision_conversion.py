@@ -25,6 +25,7 @@ LAYOUTS = {
     "qwen3_vl": (layout_of(tp=2), layout_of(pp=2, first=3)),
     "qwen3_vl_moe": (layout_of(tp=2, dp=2, ep=2), layout_of(pp=2, ep=2, etp=1, tp=2)),
     "qwen3_5": (layout_of(pp=2), layout_of(tp=2)),
+    "qwen3_5_moe": (layout_of(dp=2, ep=2), layout_of(pp=2, tp=2)),
 }
 
 
