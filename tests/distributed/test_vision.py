@@ -268,3 +268,22 @@ def test_log_probs_match_transformers(case_of):
         return {sample.id: plain.log_probs(plain.model, sample) for group in groups for sample, _ in group}
 
     assert_close(actual, *expected(reference), "log-probs")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_bfloat16_log_probs_are_as_exact_as_transformers(case_of, kind):
+    folder, groups, _ = case_of(kind)
+    config = config_with_vision(folder, "model.dtype=bfloat16")
+    [actual] = run_ranks(1, log_probs, config, folder, groups)
+    plain = VisionReference(folder)
+
+    @torch.no_grad()
+    def reference() -> torch.Tensor:
+        samples = {sample.id: sample for group in groups for sample, _ in group}
+        return torch.cat([plain.log_probs(plain.model, samples[name]).float() for name in actual])
+
+    exact = reference()
+    plain.model.bfloat16()
+    theirs, ours = (values - exact for values in (reference(), torch.cat([*actual.values()])))
+    assert 0 < ours.norm() < 1.5 * theirs.norm()
