@@ -6,6 +6,7 @@ torchvision is not required: preprocessor_config.json is written without transfo
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 
 from tests.tiny_model import randomize
 
-Kind = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
+Kind = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 
 SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -36,7 +37,7 @@ IMAGE_ID = IDS["<|image_pad|>"]
 VOCAB_SIZE = 320
 
 MERGE, TEMPORAL_PATCH, CHANNELS = 2, 2, 3
-PATCH: dict[Kind, int] = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16}
+PATCH: dict[Kind, int] = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16, "qwen3_5_moe": 16}
 """Height and width of a patch, in pixels."""
 
 LARGEST_SIDE = 4
@@ -57,6 +58,21 @@ _TEXT = dict(
 )
 _GROUPED = dict(num_attention_heads=4, head_dim=32)
 _INTERLEAVED = dict(rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5], mrope_interleaved=True)
+_GATED_DELTA = _GROUPED | dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    rms_norm_eps=1e-3,  # large, because the delta net's norm would amplify rounding errors of near-zero outputs
+    rope_parameters=dict(
+        rope_type="default",
+        rope_theta=10000.0,
+        partial_rotary_factor=0.5,
+        mrope_section=[3, 3, 2],
+        mrope_interleaved=True,
+    ),
+)
 _TEXTS: dict[Kind, dict[str, Any]] = {
     "qwen2_5_vl": dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 6, 6])),
     "qwen3_vl": _GROUPED | dict(rope_parameters=_INTERLEAVED),
@@ -69,21 +85,13 @@ _TEXTS: dict[Kind, dict[str, Any]] = {
         decoder_sparse_step=1,
         norm_topk_prob=True,
     ),
-    "qwen3_5": _GROUPED
+    "qwen3_5": _GATED_DELTA,
+    "qwen3_5_moe": _GATED_DELTA
     | dict(
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        rms_norm_eps=1e-3,  # large, because the delta net's norm would amplify rounding errors of near-zero outputs
-        rope_parameters=dict(
-            rope_type="default",
-            rope_theta=10000.0,
-            partial_rotary_factor=0.5,
-            mrope_section=[3, 3, 2],
-            mrope_interleaved=True,
-        ),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,  # so that no expert matrix is square
+        shared_expert_intermediate_size=32,
     ),
 }
 _TOWER = dict(
@@ -101,6 +109,7 @@ _TOWERS: dict[Kind, dict[str, Any]] = {
     "qwen3_vl": _GRID_POSITIONS | dict(deepstack_visual_indexes=[0, 1]),
     "qwen3_vl_moe": _GRID_POSITIONS | dict(deepstack_visual_indexes=[0, 1]),
     "qwen3_5": _GRID_POSITIONS,
+    "qwen3_5_moe": _GRID_POSITIONS,
 }
 
 
@@ -153,6 +162,20 @@ def _transpose_experts(file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a transformers model with canonical names and separate experts."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        name = name.replace("model.language_model.", "model.")
+        path, experts, projection = name.partition(".experts.")
+        for i, part in enumerate(tensor if experts else ()):
+            names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+            rows = zip(names, part.chunk(len(names)), strict=True)
+            found |= {f"{path}.experts.{i}.{kind}.weight": value for kind, value in rows}
+        found |= {} if experts else {name: tensor}
+    return found
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per byte and the special tokens of Qwen's vision-language models."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -174,6 +197,7 @@ _VIDEO: dict[Kind, dict[str, Any]] = {
     "qwen3_vl": dict(video_processor_type="Qwen3VLVideoProcessor"),
     "qwen3_vl_moe": dict(video_processor_type="Qwen3VLVideoProcessor"),
     "qwen3_5": dict(video_processor_type="Qwen3VLVideoProcessor"),
+    "qwen3_5_moe": dict(video_processor_type="Qwen3VLVideoProcessor"),
 }
 
 

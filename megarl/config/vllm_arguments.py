@@ -48,6 +48,9 @@ MANAGED: dict[EngineSection, dict[str, str | None]] = {
         "mm_device_do_normalize": None,
         "mm_processor_cache_gb": None,
         "mm_encoder_tp_mode": None,
+        "limit_mm_per_prompt": None,
+        "language_model_only": "model.vision",
+        "enable_mm_embeds": None,
     },
     "reward_model": _ALWAYS
     | {

@@ -30,15 +30,15 @@ class TeacherStates:
 
 @dataclass(frozen=True, slots=True)
 class ImageBatch:
-    """The images in a microbatch, each once, and the places of their features, in host memory. An image whose prompt
-    occurs several times in the pack has several places.
+    """Images in a microbatch, in host memory. Each image is stored once; if its prompt occurs several times, its
+    features have several positions.
 
     Attributes:
-        pixels: returns the normalized patches of all images, float32 [P, channels · time · height · width of a patch].
-            A thread calls it while the device processes the previous microbatch.
+        pixels: function that returns the patches of all images, normalized, float32 [P, channels · time · height ·
+            width of a patch]. It runs on the helper thread while the device processes the previous microbatch.
         grids: int64 [I, 3], each image's numbers of patches in time, height and width.
-        sources, places: int64 [F], indices among the features of all images, in the order in which the tower returns
-            them, and the position in the pack of each of these features.
+        sources: int64 [F], feature indices in tower output order.
+        places: int64 [F], pack position of each feature.
     """
 
     pixels: Callable[[], torch.Tensor]

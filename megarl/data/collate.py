@@ -54,7 +54,7 @@ def collate(
         samples: may be empty; the microbatch then consists of padding.
         truncates: whether log-probs are normalized over the engine's candidate tokens only.
         replays: whether to replay the engine's expert routes.
-        pixels: None leaves out the images' patches, which only a rank with a vision tower needs.
+        pixels: computes an image's patches; None on ranks without a vision tower.
         scores: as in TokenScores.
     """
     members = [item.sample for item in samples]

@@ -14,8 +14,8 @@ from megarl.core.prompt_images import PromptImage
 def rotary_positions(num_tokens: int, images: Sequence[PromptImage]) -> NDArray[np.int64]:
     """Return each token's position in time, height and width, int64 [3, num_tokens].
 
-    The positions of a text token are equal, and one more than the largest position before it. An image's tokens
-    continue in time by 0, and in height and width by their row and column.
+    Text tokens advance all three positions by one, starting after the largest previous position. Tokens of an image
+    share one time position; their height and width positions increase with row and column.
 
     Args:
         num_tokens: number of tokens in the prompt and response.

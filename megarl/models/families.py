@@ -162,8 +162,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 """Supported `model_type` -> transformers' defaults for keys that config.json omits."""
 
 TEXT_MODELS: Mapping[str, str] = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
-"""`model_type` of a multimodal model -> the class of its text model. Engines run the text models of other multimodal
-models only within the whole model."""
+"""`model_type` of a multimodal model -> the class of its text model. Text models of other families have no class of
+their own in vLLM."""
 
 TRANSFORMERS_TYPES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Supported `model_type` that transformers lacks -> the type of the same architecture in transformers."""

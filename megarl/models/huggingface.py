@@ -188,7 +188,7 @@ def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
         "original_max_position_embeddings": model.get("max_position_embeddings"),
         "partial_rotary_factor": model["partial_rotary_factor"],
         **parameters,
-        # Folders of Qwen2.5-VL name the type after mrope_section, which does not change the frequencies.
+        # Qwen2.5-VL folders call the type `mrope`; its frequencies are the default ones.
         "rope_type": "default" if kind == "mrope" else kind,
     }
 

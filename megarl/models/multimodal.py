@@ -1,6 +1,6 @@
-"""The config.json of multimodal models, and the config of their text model, which megarl works with.
+"""config.json of multimodal models and the text-model config used inside megarl.
 
-Hugging Face nests the text model's config in that of the whole model. Old folders of Qwen2.5-VL have both in one level.
+Hugging Face nests the text model's config in that of the whole model. Older Qwen2.5-VL folders use a single level.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ TEXT, VISION = "text_config", "vision_config"
 """Keys of the nested configs."""
 
 WHOLE = "megarl_multimodal"
-"""Key under which a text model's config keeps the other keys of the multimodal model's config.json."""
+"""Key that stores the multimodal model's outer config keys in its text model's config."""
+
+WITH_TOWER = "megarl_vision"
+"""Key of a text model's config that is used with its vision tower."""
 
 _SHARED = ("dtype", "quantization_config", "tie_word_embeddings", "torch_dtype")
 """Keys that apply to the text model if the whole model's config has them."""
@@ -30,23 +33,25 @@ TEXT_TYPES: Mapping[str, str] = {
 """`model_type` of a multimodal model -> that of its text model."""
 
 WHOLE_ONLY = tuple(text for whole, text in TEXT_TYPES.items() if whole not in TEXT_MODELS)
-"""Types of the text models that engines run only within the whole model."""
+"""Text-model types that vLLM can run only as part of the whole model."""
 
 
 def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a multimodal model's text model. The keys `vision_config` and `WHOLE` keep the rest, so that
-    `whole_config` can restore it. Other configs are returned unchanged."""
+    `whole_config` can restore it. Other configs are returned unchanged. A file cannot set megarl's own keys."""
+    hf_config = {key: value for key, value in hf_config.items() if key not in (WHOLE, WITH_TOWER)}
     whole = str(hf_config.get("model_type"))
     nested = hf_config.get(TEXT)
     has_one_level = nested is None and VISION in hf_config
     if whole not in TEXT_TYPES or not (has_one_level or isinstance(nested, dict)):
-        return dict(hf_config)
+        return hf_config
     others = {key: value for key, value in hf_config.items() if key not in (TEXT, VISION)}
     if has_one_level:
         outer = {key: value for key, value in others.items() if key in _OUTER or key.startswith(_OUTER_PREFIXES)}
         text = {key: value for key, value in others.items() if key not in outer}
     else:
-        outer, text = others, dict(nested or {})
+        outer = others
+        text = {key: value for key, value in (nested or {}).items() if key not in (WHOLE, WITH_TOWER)}
     shared = {key: others[key] for key in _SHARED if key in others}
     if "tie_word_embeddings" in others:
         # transformers uses the outer key, except for folders of Qwen2.5-VL that have the key only in text_config.

@@ -34,7 +34,7 @@ class AdapterFormat:
     Attributes:
         weights: name of the weights file.
         prefix: prefix of its tensor names.
-        replaced: the prefix that these names have in PEFT's format for text models.
+        replaced: prefix that it replaces in PEFT's names for text models.
     """
 
     weights: str
@@ -214,7 +214,7 @@ def adapter_config(
         base: path or name of the base model.
         layers: names of all layers with adapters.
         task: PEFT's task_type.
-        excluded: regular expression for the names of layers without adapters whose names end like those of others.
+        excluded: regular expression for layers to exclude, whose names match target_modules.
     """
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {

@@ -157,7 +157,7 @@ def _vision(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"vision_config with hidden_act {tower['hidden_act']}"
     if channels != CHANNELS:
         yield f"vision_config with in_channels {channels}"
-    if vision.hidden % (2 * vision.heads):
+    if vision.hidden % (4 * vision.heads):  # half of a head's pairs of channels depend on height, half on width
         yield f"vision_config with hidden_size {vision.hidden} and num_heads {vision.heads}"
     if vision.out_hidden != model["hidden_size"]:
         yield f"vision_config with out_hidden_size {vision.out_hidden} for hidden_size {model['hidden_size']}"
@@ -167,7 +167,10 @@ def _vision(model: Mapping[str, Any]) -> Iterator[str]:
     if inner or (vision.deepstack and not vision.has_deepstack):
         yield f"vision_config with deepstack_visual_indexes {list(vision.deepstack)}"
     if len(vision.deepstack) > model["num_hidden_layers"]:
-        yield f"deepstack_visual_indexes with {len(vision.deepstack)} layers"
+        num_layers = model["num_hidden_layers"]
+        yield f"deepstack_visual_indexes with {len(vision.deepstack)} layers for num_hidden_layers {num_layers}"
+    if vision.window is not None and vision.window < vision.merge:
+        yield f"vision_config with window_size {tower['window_size']} for patches of {vision.patch} pixels"
     if rope["rope_type"] != "default":
         yield f"rope_type {rope['rope_type']} with images"
     head_dim = model["head_dim"] or model["hidden_size"] // model["num_attention_heads"]

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.multimodal import VISION, WHOLE
-
-KEY = "megarl_vision"
+from megarl.models.multimodal import VISION, WHOLE, WITH_TOWER
 
 CANONICAL_PREFIX, MEGATRON_PREFIX, ENGINE_PREFIX = "model.visual.", "vision.", "visual."
 """Prefixes of the tower's parameters in checkpoints, in Megatron's first chunk and in vLLM."""
@@ -112,7 +110,7 @@ class VisionShape:
 
     @property
     def has_transposed_experts(self) -> bool:
-        """Whether checkpoints store the columns of stacked experts before the rows."""
+        """Whether checkpoints store stacked experts as [experts, columns, rows]."""
         return self.model_type == "qwen3_vl_moe"
 
     @property
@@ -127,17 +125,17 @@ class VisionShape:
 
 
 def add_vision(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**hf_config, KEY: True}
+    return {**hf_config, WITH_TOWER: True}
 
 
 def without_vision(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config without the additional key."""
-    return {key: value for key, value in hf_config.items() if key != KEY}
+    return {key: value for key, value in hf_config.items() if key != WITH_TOWER}
 
 
 def vision_of(hf_config: Mapping[str, Any]) -> VisionShape | None:
     """Return the sizes of the tower; None if the model is used without one. hf_config: the result of `read_config`."""
-    if KEY not in hf_config:
+    if WITH_TOWER not in hf_config:
         return None
     whole = hf_config[WHOLE]
     family = whole["model_type"]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megarl.core.errors import UserError
 from megarl.core.files import read_foreign_object
 from megarl.core.text import encodable
+from megarl.models.vision import VisionShape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (f"diffusion_pytorch_{name}" for name in (INDEX, SINGLE))
@@ -52,7 +53,7 @@ class Stack(NamedTuple):
 
     Attributes:
         shape: shape of the stored tensor.
-        experts: for each expert, in order, the tensors whose rows follow each other.
+        experts: tensors of each expert, in expert order; an expert's tensors are concatenated by rows.
         is_transposed: as in Place.
     """
 
@@ -109,13 +110,13 @@ def _canonical_name(stored: str) -> str:
 
 
 def stored_name(name: str) -> str:
-    """Return the name of a tensor in the checkpoint of a multimodal model, given that in its text model or tower."""
+    """Return a tensor's name in a multimodal checkpoint from its canonical name."""
     is_text = name.startswith("model.") and not name.startswith(f"model.{TOWER_PREFIX}")
     return f"{TEXT_PREFIX}{name.removeprefix('model.')}" if is_text else name
 
 
 def _stacked(files: Mapping[str, Path], stored: str, prefix: str, suffix: str) -> dict[str, Place]:
-    """Return the places of each expert's tensors in a tensor that stacks them. prefix: that of their names."""
+    """Return the places of the experts' tensors within a stacked tensor. prefix: prefix of their canonical names."""
     path, projections = files[stored], STACKED[suffix]
     shape, is_transposed = _stored_header(path, stored).shape, _is_transposed(files, stored.removesuffix(suffix))
     # Reject empty tensors: a damaged file could claim any number of experts without elements.
@@ -170,13 +171,13 @@ def _stacked_with_biases(files: Mapping[str, Path], stored: str) -> dict[str, Pl
     return {f"{experts}.{expert}.{name}": place._replace(expert=expert) for expert in range(shape[0])}
 
 
-def stacks(shapes: Mapping[str, tuple[int, ...]], fuses: bool = False, is_transposed: bool = False) -> dict[str, Stack]:
+def stacks(shapes: Mapping[str, tuple[int, ...]], vision: VisionShape | None = None) -> dict[str, Stack]:
     """Return stored tensor -> stack for experts that checkpoints store in stacks: those with biases, as in gpt-oss, and
-    all others if `fuses` is true.
+    those of models with a vision tower.
 
     Args:
         shapes: maps the names of all tensors, as in `places`, to their shapes.
-        is_transposed: whether experts without biases are stored with the columns before the rows.
+        vision: the model's vision tower; None if it has none.
     """
     members: dict[str, dict[int, tuple[str, ...]]] = {}
     for name in shapes:
@@ -188,7 +189,7 @@ def stacks(shapes: Mapping[str, tuple[int, ...]], fuses: bool = False, is_transp
     for stored, experts in members.items():
         names = tuple(experts[number] for number in range(len(experts)))
         found[stored] = Stack((len(names), *reversed(shapes[names[0][0]])), names, not stored.endswith(BIAS))
-    return found | (_fused_stacks(shapes, is_transposed) if fuses else {})
+    return found if vision is None else found | _fused_stacks(shapes, vision.has_transposed_experts)
 
 
 def _fused_stacks(shapes: Mapping[str, tuple[int, ...]], is_transposed: bool) -> dict[str, Stack]:

@@ -10,12 +10,9 @@ from dataclasses import replace
 
 from megarl.cluster.memory.parameters import ModelParameters, Models, draft_parts
 from megarl.cluster.memory.rank import (
-    FLOAT32,
     RankMemory,
-    Recompute,
     forward_bytes,
     item_bytes,
-    layers_in_flight,
     saved_bytes,
     stage_memory,
 )
@@ -36,15 +33,16 @@ from megarl.cluster.memory.shared_gpu import (
     teacher_head_parts,
     teacher_parts,
 )
+from megarl.cluster.memory.vision import tower_bytes, tower_pass_bytes
 from megarl.cluster.object_store import object_store_mib, state_bytes, states_bytes
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Teachers, Trained
 from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape
 from megarl.models.shape import ModelShape
-from megarl.models.vision import VisionShape
 from megarl.planner.hardware import GIB, Cluster
-from megarl.planner.workload import Packed, Workload
+from megarl.planner.workload import Workload
+from megarl.resharding.selection import trains_tower
 
 SPARE_PROCESS_BYTES = 0.29e9
 """Host memory of a spare process, which holds no GPU memory. Measured as the mean PSS of four processes on a machine
@@ -105,33 +103,13 @@ def _stages(
         memory = stage_memory(model.shape, layout, stage, held, num_bytes, tokens, rows, count, settings.recompute)
         passing = forward_bytes(model.shape, layout, held, num_bytes, tokens, rows)
         if model.shape.vision is not None and stage == 0:
-            kept, computed = vision_bytes(model.shape.vision, layout, packed, num_bytes, settings.recompute)
-            memory, passing = replace(memory, activations=memory.activations + kept), passing + computed
+            vision, features = model.shape.vision, packed.most_features
+            if isinstance(settings, Trained) and trains_tower(settings, model.hf_config):
+                kept = tower_bytes(vision, layout, features, count, num_bytes, settings.recompute)
+                memory = replace(memory, activations=memory.activations + kept)
+            passing += tower_pass_bytes(vision, features, num_bytes)
         stages.append((memory, passing))
     return stages
-
-
-def vision_bytes(
-    vision: VisionShape, layout: Layout, packed: Packed, num_bytes: int, recompute: Recompute
-) -> tuple[int, int]:
-    """Return the bytes that a vision tower keeps for the backward passes of all microbatches in flight, and the bytes
-    that a forward-only pass needs.
-
-    With hidden size h, f rows in an MLP and b bytes per element, a layer keeps per patch: 4h · b + 2 · 4 for the norms'
-    and the projections' inputs; 6h · b in attention: queries and keys before and after rotation, values and output; and
-    2f · b in the MLP, or 4f · b if it has a gate. With full recomputation, it keeps its input. The patches themselves
-    are kept as well."""
-    patches = packed.features * vision.merge**2
-    rows = (4 if vision.is_gated else 2) * vision.intermediate
-    layer = (10 * vision.hidden + rows) * num_bytes + 2 * FLOAT32
-    kept = vision.hidden * num_bytes if recompute == "full" else layer
-    in_flight = layers_in_flight(layout, 0, vision.depth, packed.microbatches)
-    ends = packed.features * (1 + len(vision.deepstack)) * (3 * vision.merged + vision.out_hidden) * num_bytes
-    ends += patches * vision.patch_dim * num_bytes
-    recomputed = patches * (layer - kept)
-    return round(patches * kept * in_flight + recomputed + ends * in_flight / vision.depth), round(
-        patches * layer + ends
-    )
 
 
 def _states(settings: Trained, memory: RankMemory) -> dict[str, float]:

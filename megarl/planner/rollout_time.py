@@ -185,7 +185,8 @@ class _Step:
             matrices = 3 * shape.hidden * shape.experts.intermediate * shape.experts.count * sum(shape.experts.layers)
             self.kernel_latency += sum(shape.experts.layers) * EXPERTS_SECONDS
             self.experts = matrices * (self.num_bytes if rollout.quantization is None else 1) / rollout.tp
-        self.dense = weights - self.experts
+        # Decoding does not read the tower, which each engine rank holds as a whole.
+        self.dense = weights - self.experts - model.tower_count * self.num_bytes
         self.bandwidth = cluster.gpu.memory_gb_s * 1e9 * MEMORY_SHARE
         self.flops_per_second = cluster.gpu.tflops * 1e12 * DENSE_SHARE
         self.link = cluster.link_bytes_per_second(rollout.tp)

@@ -28,6 +28,10 @@ from megarl.planner.hardware import (
     Cluster,
 )
 from megarl.planner.workload import Packed, Workload
+from megarl.resharding.selection import trains_tower
+
+TOWER = "vision tower"
+"""Cause of the time that the vision tower takes."""
 
 HOST_ADAM_BYTES = 10e9
 """Bytes of optimizer state per second that a rank's CPU cores can update in host memory. This value assumes that a rank
@@ -93,9 +97,11 @@ def train_time(
     work = 3.0 if settings.adapters is None else 2.0  # relative to a forward pass
     total_work = work + (settings.recompute == "full")
     update: dict[str, float] = defaultdict(float)
+    is_tower_trained = isinstance(settings, Trained) and trains_tower(settings, model.hf_config)
     for name, seconds in slowest.forward.items():
-        update[name] += count * work * seconds
-        if settings.recompute == "full":
+        is_trained = name != TOWER or is_tower_trained
+        update[name] += count * (work if is_trained else 1.0) * seconds
+        if settings.recompute == "full" and is_trained:
             update["recomputation"] += count * seconds
     if settings.recompute == "selective":
         update["recomputation"] += count * slowest.mlp
@@ -165,7 +171,7 @@ class _Stage:
         if shape.vision is not None and is_first:
             # Each rank of the stage computes all features in its microbatch.
             operations = vision_flops(shape.vision, packed.features, packed.image_features)
-            seconds = {"vision tower": operations / (cluster.gpu.tflops * 1e12 * DENSE_SHARE), **seconds}
+            seconds = {TOWER: operations / (cluster.gpu.tflops * 1e12 * DENSE_SHARE), **seconds}
         self.forward = {"matrix products": products} | {name: time for name, time in seconds.items() if time}
 
 

@@ -17,8 +17,7 @@ USUAL_PROMPT = 512
 """Default mean number of tokens per prompt. A lower value is used if the context is shorter."""
 
 USUAL_IMAGE = 768 * 768
-"""Default area of an image in pixels; each prompt with images is assumed to have one. A lower value is used if
-data.max_pixels is."""
+"""Assumed image area in pixels, limited by data.min_pixels and data.max_pixels. Each prompt has one image."""
 
 USUAL_CAPTION = 64
 """Default mean number of tokens per caption, with the text encoder's chat template."""
@@ -90,7 +89,7 @@ def image_features(config: Config, shape: ModelShape) -> float:
     vision = shape.vision
     if vision is None or config.data.image_column is None:
         return 0.0
-    pixels = min(USUAL_IMAGE, USUAL_IMAGE if config.data.max_pixels is None else config.data.max_pixels)
+    pixels = max(config.data.min_pixels or 0, min(USUAL_IMAGE, config.data.max_pixels or USUAL_IMAGE))
     return max(1.0, pixels / (vision.patch * vision.merge) ** 2)
 
 
@@ -195,6 +194,7 @@ class TextWorkload(Workload):
             scored_share=response / tokens,
             pairs_per_token=pairs / tokens,
             features=replica_samples / per_prompt * self.image_features / count,
+            most_features=budget * self.image_features / prompt,
             image_features=self.image_features,
         )
 
@@ -312,7 +312,8 @@ class Packed:
         scored_share: fraction of tokens that belong to responses.
         pairs_per_token: mean number of tokens to which a token attends.
         documents: the documents of one denoising step, which share a microbatch; empty for language models.
-        features: number of image features in a microbatch.
+        features: mean number of image features in a microbatch.
+        most_features: number of image features in a microbatch whose responses are very short.
         image_features: number of features in an image.
     """
 
@@ -322,4 +323,5 @@ class Packed:
     pairs_per_token: float
     documents: tuple[Document, ...] = ()
     features: float = 0.0
+    most_features: float = 0.0
     image_features: float = 0.0

@@ -58,7 +58,7 @@ def write_folder(
         shapes[copy], dtypes[copy] = shapes[original], dtypes[original]
     largest = max(num_bytes(shape, dtypes[name]) for name, shape in shapes.items())
     vision = vision_of(hf_config)
-    stacked = stacks(shapes, vision is not None, vision is not None and vision.has_transposed_experts)
+    stacked = stacks(shapes, vision)
     named = str if vision is None else stored_name
     stored_shapes, stored_dtypes = _stored(shapes, dtypes, stacked)
     sizes = {name: num_bytes(shape, stored_dtypes[name]) for name, shape in stored_shapes.items()}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
 from megarl.models.mtp import trains_mtp
+from megarl.models.vision import CANONICAL_PREFIX
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.families.adapters import LAYER, UNQUANTIZED
 from megarl.resharding.families.mtp import MTP
@@ -75,6 +76,13 @@ def frozen_parameters(trained: Trained, hf_config: Mapping[str, Any], holder: Ho
     selected = select_tensors(key, trained.frozen_patterns, huggingface_holder(hf_config).shapes)
     mtp = [] if trains_mtp(hf_config) else [name for name in holder.shapes if MTP in name]
     return [*dict.fromkeys((*whole_parameters(key, selected, holder), *mtp))]
+
+
+def trains_tower(trained: Trained, hf_config: Mapping[str, Any]) -> bool:
+    """Return whether any parameter of the model's vision tower is trained. Adapters apply only to the text model."""
+    tower = {name for name in huggingface_holder(hf_config).shapes if name.startswith(CANONICAL_PREFIX)}
+    frozen = {name for pattern in trained.frozen_patterns for name in matches(tower, pattern)}
+    return trained.adapters is None and tower != frozen
 
 
 def layer_matrices(holder: Holder) -> list[str]:

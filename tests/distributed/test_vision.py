@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,21 +129,9 @@ class VisionReference(GrpoReference):
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
         weights = dict(self.model.named_parameters())
-        return Outcome(float(loss.detach()), float(norm), canonical(gradients), canonical(weights))
-
-
-def canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a transformers model with canonical names and separate experts."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        name = name.replace("model.language_model.", "model.")
-        path, experts, projection = name.partition(".experts.")
-        for i, part in enumerate(tensor if experts else ()):
-            names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
-            rows = zip(names, part.chunk(len(names)), strict=True)
-            found |= {f"{path}.experts.{i}.{kind}.weight": value for kind, value in rows}
-        found |= {} if experts else {name: tensor}
-    return found
+        return Outcome(
+            float(loss.detach()), float(norm), tiny_vision.canonical(gradients), tiny_vision.canonical(weights)
+        )
 
 
 class Case(NamedTuple):
@@ -225,6 +213,7 @@ CASES = {
     "qwen3_5: PP2, VPP2": "pp: 2, vpp: 2",
     "qwen3_5: CP2": "cp: 2",
     "qwen3_5: DP2": "dp: 2",
+    "qwen3_5_moe: EP2": "dp: 2, ep: 2",
 }
 """Family and name of a layout -> layout. Deepstack layers must be in the first chunk, which excludes VPP2 with four
 layers. Gradient reduction overlaps, so that ranks and microbatches without images must not omit the tower's
@@ -279,3 +268,22 @@ def test_log_probs_match_transformers(case_of):
         return {sample.id: plain.log_probs(plain.model, sample) for group in groups for sample, _ in group}
 
     assert_close(actual, *expected(reference), "log-probs")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_bfloat16_log_probs_are_as_exact_as_transformers(case_of, kind):
+    folder, groups, _ = case_of(kind)
+    config = config_with_vision(folder, "model.dtype=bfloat16")
+    [actual] = run_ranks(1, log_probs, config, folder, groups)
+    plain = VisionReference(folder)
+
+    @torch.no_grad()
+    def reference() -> torch.Tensor:
+        samples = {sample.id: sample for group in groups for sample, _ in group}
+        return torch.cat([plain.log_probs(plain.model, samples[name]).float() for name in actual])
+
+    exact = reference()
+    plain.model.bfloat16()
+    theirs, ours = (values - exact for values in (reference(), torch.cat([*actual.values()])))
+    assert 0 < ours.norm() < 1.5 * theirs.norm()

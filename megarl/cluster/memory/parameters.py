@@ -11,6 +11,7 @@ from megarl.cluster.memory.rank import RankMemory, RankParameters, item_bytes, s
 from megarl.config.model_schema import Layout, Lora, Role
 from megarl.config.schema import Config
 from megarl.models.denoiser import shape_of
+from megarl.models.vision import CANONICAL_PREFIX
 from megarl.resharding.families import diffusers_holders, huggingface_holder, quantized_destinations, vllm_holder
 from megarl.resharding.families.eagle import eagle_bytes
 from megarl.resharding.families.megatron import chunk_layers
@@ -21,14 +22,21 @@ DRAFT = "engine: draft model"
 
 class ModelParameters:
     """The sizes of one model's shards on trainer and engine ranks. All ranks in a pipeline stage hold the same number
-    of parameters, regardless of context and data parallelism."""
+    of parameters, regardless of context and data parallelism.
+
+    Attributes:
+        count: number of the model's parameters.
+        tower_count: number of those in the vision tower, which every engine rank holds.
+    """
 
     def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None, uses_muon: bool = False):
         """lora: the adapters that are trained instead of the model; None without adapters."""
         self._lora, self._uses_muon = lora, uses_muon
         self.hf_config = hf_config
         self.shape = shape_of(hf_config)
-        self.count = sum(map(prod, huggingface_holder(hf_config).shapes.values()))
+        shapes = huggingface_holder(hf_config).shapes
+        self.count = sum(map(prod, shapes.values()))
+        self.tower_count = sum(prod(shape) for name, shape in shapes.items() if name.startswith(CANONICAL_PREFIX))
         self._stages: dict[tuple, RankParameters] = {}
         self._layers: dict[tuple, list[list[range]]] = {}
         self._engines: dict[tuple, int] = {}

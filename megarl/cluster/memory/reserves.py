@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.cluster.memory.rank import FLOAT32, item_bytes
+from megarl.cluster.memory.vision import tower_pass_bytes
 from megarl.config.device_spans import num_devices
 from megarl.config.model_schema import Layout, Placed, RewardModel, Role, Teachers
 from megarl.config.rollout_schema import Rollout
@@ -35,6 +36,7 @@ CONTEXTS, NCCL, FP8, FRAGMENTS = "CUDA contexts", "NCCL", "fp8 copies of weights
 GRAPHS, ACTIVATIONS, LOGITS = "CUDA graphs", "engine: activations", "engine: logits"
 WORKSPACE = "engine: experts' workspace"
 FROZEN = "engine: text encoder and VAE"
+TOWER, FEATURES = "engine: vision tower", "engine: image features"
 SENT = "actor: fp8 copy for the engines"
 """Names of the items in a GPU's memory estimate."""
 
@@ -309,7 +311,18 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
     return {
         ACTIVATIONS: _activations(shape, rollout.tp, tokens) * item_bytes(config),
         LOGITS: max_sequences(rollout) * shape.vocab * FLOAT32 * _copies_of_logits(rollout.tp, changed),
-    }
+    } | _image_reserve(config, shape, tokens)
+
+
+def _image_reserve(config: Config, shape: ModelShape, tokens: int) -> dict[str, float]:
+    """Return the items of the images in an engine's largest batch. vLLM encodes at most as many features in a step as
+    the batch has tokens, and caches the same number of them (v1/core/encoder_cache_manager.py). Features that Qwen3-VL
+    adds to hidden states have another buffer for the batch (qwen3_vl.py: deepstack_input_embeds)."""
+    vision, num_bytes = shape.vision, item_bytes(config)
+    if vision is None or config.data.image_column is None:
+        return {}
+    rows = tokens * (1 + 2 * len(vision.deepstack))
+    return {TOWER: tower_pass_bytes(vision, tokens, num_bytes), FEATURES: rows * vision.out_hidden * num_bytes}
 
 
 def _denoising_reserve(config: Config, shape: DenoiserShape) -> dict[str, float]:

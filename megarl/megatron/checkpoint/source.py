@@ -21,10 +21,11 @@ from megarl.megatron.checkpoint.blueprint import blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.models.folder import read_config, resolve
 from megarl.models.mtp import add_mtp
+from megarl.models.multimodal import WHOLE, WHOLE_ONLY
 from megarl.models.peft import PREFIX
 from megarl.models.trained_model import trained_hf_config
 from megarl.models.value_head import add_value_head
-from megarl.models.vision import MEGATRON_PREFIX, add_vision
+from megarl.models.vision import MEGATRON_PREFIX, add_vision, vision_of
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import Holder
@@ -123,6 +124,11 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
         hf_config = (
             add_vision(hf_config) if any(key.startswith(MEGATRON_PREFIX) for key in folder.tensors) else hf_config
         )
+        if hf_config.get("model_type") in WHOLE_ONLY and vision_of(hf_config) is None:
+            raise UserError(
+                f"{path}: has no vision tower, without which vLLM cannot run models of type "
+                f"{hf_config[WHOLE]['model_type']}. Fix: use a checkpoint that contains the tower (vision.*)"
+            )
         # Checkpoints in Megatron's default format store all layers as slices of one tensor.
         form = FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
         plan = blueprint(hf_config, Layout.model_validate(ONE_PROCESS | {"sequence_parallel": False}), 0, form)

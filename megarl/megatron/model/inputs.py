@@ -116,35 +116,28 @@ def _attention(batch: TokenBatch, shares: ContextShares, window: int | None, req
 
     Transformer Engine attends within document boundaries, which requires that documents share no prompt. Otherwise our
     own attention reads `documents` and `windowed`, and the rotary embedding treats the pack as a single sequence with
-    explicit positions. Images always require explicit positions.
+    explicit positions. Packs with images always use explicit positions.
     """
     num_tokens, is_fused = len(batch.tokens), uses_transformer_engine()
     longest, bounds = int(batch.boundaries.diff().max()), device.send(batch.boundaries, batch.tokens.device)
     # Megatron's rotary embedding reads the boundaries on the host, for queries and keys in every layer.
     whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device if is_fused else "cpu")
-    as_one_sequence = partial(
+    is_separate = is_fused and not requires_ours and len(batch.document_tokens) == num_tokens
+    has_positions = not is_separate or batch.rotary_positions is not None
+    sequences, length = (whole, num_tokens) if has_positions else (bounds, longest)
+    packed = partial(
         PackedDocuments,
         "thd",
-        whole,
-        whole,
-        max_seqlen_q=num_tokens,
-        max_seqlen_kv=num_tokens,
-        positions=_rotary_positions(batch)[..., shares.sequence],
+        sequences,
+        sequences,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        positions=_rotary_positions(batch)[..., shares.sequence] if has_positions else None,
         boundaries=bounds,
         longest=longest,
     )
-    if is_fused and not requires_ours and len(batch.document_tokens) == num_tokens:
-        if batch.rotary_positions is not None:
-            return as_one_sequence()
-        return PackedDocuments(
-            "thd",
-            bounds,
-            bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            boundaries=bounds,
-            longest=longest,
-        )
+    if is_separate:
+        return packed()
     parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
     are_shared = len(batch.document_tokens) > num_tokens
     uses_one_kernel = is_fused or (device.on_cuda() and (requires_ours or (are_shared and not parts)))
@@ -155,7 +148,7 @@ def _attention(batch: TokenBatch, shares: ContextShares, window: int | None, req
         *parts,
         device=batch.tokens.device,
     )
-    return as_one_sequence(documents=describe(), windowed=None if window is None else describe(window=window))
+    return packed(documents=describe(), windowed=None if window is None else describe(window=window))
 
 
 def _rotary_positions(batch: TokenBatch) -> torch.Tensor:

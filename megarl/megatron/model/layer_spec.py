@@ -59,7 +59,7 @@ class PackedDocuments(PackedSeqParams):
         positions: int64 [T] or, in time, height and width, [3, T], token positions for the rotary embedding, in the
             order in which Megatron splits the pack over context-parallel ranks; None derives them from the document
             boundaries.
-        boundaries: int32 [D + 1], the documents' boundaries for layers with a recurrent state.
+        boundaries: int32 [D + 1], document boundaries, used by recurrent layers and Transformer Engine's attention.
         longest: length of the longest document.
         feature_places: int64 [f], indices among this rank's hidden states to which image features are added.
     """

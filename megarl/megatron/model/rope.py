@@ -31,8 +31,8 @@ class DocumentRotary(RotaryEmbedding):
     angles for each document.
 
     Attributes:
-        axes: int64 [channels], the row of three-dimensional positions on which each channel's angle depends; None in
-            models without a vision tower.
+        axes: int64 [channels], the axis (time, height or width) that determines each channel's angle; None without a
+            vision tower.
     """
 
     positions: torch.Tensor | None = None
@@ -44,7 +44,7 @@ class DocumentRotary(RotaryEmbedding):
     ) -> torch.Tensor:
         if self.table is None or len(self.table) < max_seq_len:
             self.table = self.get_emb(_power_of_two(max_seq_len))
-        return _rows(self.table, self.positions, self.axes, max_seq_len)
+        return _rows(self.table, self.positions, max_seq_len, self.axes)
 
 
 class DocumentYarn(YarnRotaryEmbedding):
@@ -52,7 +52,6 @@ class DocumentYarn(YarnRotaryEmbedding):
 
     positions: torch.Tensor | None = None
     table: torch.Tensor | None = None
-    axes: torch.Tensor | None = None
     factor: float
 
     def forward(  # pyright: ignore[reportIncompatibleVariableOverride]  # the base class wraps forward in a cache
@@ -63,7 +62,7 @@ class DocumentYarn(YarnRotaryEmbedding):
             pair: Any = self.get_emb(_power_of_two(max_seq_len))  # annotated as a single tensor
             table, self.factor = pair
             self.table = table
-        return _rows(table, self.positions, self.axes, max_seq_len), self.factor
+        return _rows(table, self.positions, max_seq_len), self.factor
 
 
 @cache
@@ -94,15 +93,16 @@ def fuse_rotation() -> None:
 
 
 def _rows(
-    table: torch.Tensor, positions: torch.Tensor | None, axes: torch.Tensor | None, max_seq_len: int
+    table: torch.Tensor, positions: torch.Tensor | None, max_seq_len: int, axes: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the angles at the positions, [T, 1, 1, channels]. With `positions` [3, T], each channel has its axis's."""
+    """Return the angles at the given positions, [T, 1, 1, channels]. With `positions` [3, T], each channel uses the
+    position on its axis."""
     if positions is None:
         # With as many rows as the pack has tokens, Megatron would read the table as one angle per token.
         return table[:max_seq_len]
     if positions.dim() == 1:
         return table[positions]
-    assert axes is not None, "a pack with images, but a model without a vision tower"
+    assert axes is not None, "the pack has images, but the model has no vision tower"
     return table[:, 0, 0].gather(0, positions[axes.to(positions.device)].T)[:, None, None]
 
 
@@ -110,7 +110,7 @@ def axes_of_channels(sections: tuple[int, int, int], is_interleaved: bool) -> to
     """Return the axis (0: time, 1: height, 2: width) on which each rotary channel depends, int64 [channels]. The second
     half of the channels repeats the first half's angles. The arguments are as in VisionShape."""
     if is_interleaved:
-        # Time has the channels that are left.
+        # The remaining channels belong to time.
         axes = torch.zeros(sum(sections), dtype=torch.int64)
         for axis in (1, 2):
             axes[axis : 3 * sections[axis] : 3] = axis

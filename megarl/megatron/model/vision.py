@@ -1,12 +1,12 @@
-"""The vision tower on the first pipeline stage, and the places of its features in the text model.
+"""Vision tower on the first pipeline stage, and placement of its features in the text model.
 
-The tower is transformers' own module. Each tensor- and context-parallel rank has all of it and computes the features of
-all images in a microbatch. Features replace embeddings before sequence parallelism splits the tokens, so that the
-tower's gradient is whole on every tensor-parallel rank. A context-parallel rank places only the features of its own
-tokens; their gradients are summed over the ranks like those of all parameters.
+The tower is transformers' own module. Every tensor- and context-parallel rank of the stage holds the whole tower and
+encodes all images in a microbatch. Features replace embeddings before sequence parallelism splits the tokens, so each
+tensor-parallel rank computes the tower's full gradient. A context-parallel rank places only the features of its own
+tokens; the data-parallel reduction sums the gradients.
 
-Features of Qwen3-VL's inner tower layers are added after the text model's first layers (deepstack, arXiv 2406.04334).
-They pass through the decoder as its `context`, an argument with a gradient, so that a recomputed layer does not run the
+Qwen3-VL also adds features of inner tower layers after the first text layers (deepstack, arXiv 2406.04334). They are
+passed as the decoder's `context`, an argument that receives a gradient; otherwise recomputing a layer would run the
 tower's backward pass.
 """
 
@@ -31,7 +31,7 @@ from megarl.models.vision import VisionShape, vision_of
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Features and the tokens that they belong to.
+    """Image features and the tokens they belong to.
 
     Attributes:
         sources: int64 [f], indices among the features of all images in the microbatch.
@@ -63,7 +63,7 @@ class ImageInput:
         pixels: [P, channels · time · height · width of a patch], in the tower's dtype.
         grids: int64 [I, 3], as in ImageBatch.
         embedded: the features that replace embeddings, among this context-parallel rank's tokens.
-        added: the features that are added to hidden states, among the tokens of which this rank has hidden states.
+        added: features to add to hidden states, indexed among the tokens whose hidden states this rank holds.
     """
 
     pixels: torch.Tensor
@@ -75,14 +75,14 @@ class ImageInput:
 class VisionTower:
     """A chunk's vision tower, whose parameters are in the chunk's submodule `vision`.
 
-    Set `images` right before each call of the chunk. The call consumes it.
+    Set `images` immediately before each call of the chunk; the call clears it.
     """
 
     images: ImageInput | None = None
 
     def __init__(self, model: GPTModel, tower: torch.nn.Module, num_added: int):
         """`num_added` is the number of text layers after which features are added."""
-        assert num_added <= len(model.decoder.layers), "a layer after which features are added is in another chunk"
+        assert num_added <= len(model.decoder.layers), "deepstack layers are split across chunks"
         self._tower, self._config = tower, model.config
         self._added: torch.Tensor | None = None
         model.embedding.register_forward_hook(self._replace_embeddings)
@@ -116,7 +116,7 @@ class VisionTower:
         return ImageInput(device.send(pixels, target), device.send(images.grids, target), embedded, added)
 
     def _featureless(self) -> ImageBatch:
-        """Return the smallest image, of which no feature is placed, so that the tower's gradient is zero."""
+        """Return the smallest image with no placed features, which gives the tower a zero gradient."""
         merge: int = self._tower.spatial_merge_size  # pyright: ignore[reportAssignmentType]
         pixels, none = torch.zeros(merge**2, self._patch_weight[0].numel()), torch.empty(0, dtype=torch.int64)
         return ImageBatch(lambda: pixels, torch.tensor([[1, merge, merge]]), none, none)
@@ -170,9 +170,9 @@ def add_vision_tower(model: GPTModel, hf_config: Mapping[str, Any], config: Tran
     assert shape is not None, "the model has no vision tower"
     tower = _build(shape, hf_config["vision_config"], config)
     for parameter in tower.parameters():
-        # The tower's attention has a nondeterministic gradient on GPU, with which the replicas would diverge.
+        # On GPU, the tower's attention backward is nondeterministic; without averaging, replicas would diverge.
         parallel.mark(parameter, average_gradients_across_tp_domain=True)
-    # DDP reduces gradients in the opposite order of modules. The tower's are computed last.
+    # DDP reduces gradients in reverse module order, and the tower's gradients are computed last.
     model._modules = {"vision": tower, **model._modules}
     vars(model)["vision_tower"] = VisionTower(model, tower, len(shape.deepstack))
 

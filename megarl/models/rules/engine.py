@@ -107,8 +107,7 @@ def delta_nets_are_not_quantized(config: Config, hf: Mapping[str, Any]) -> Itera
 
 
 def engine_router_keys_are_present(model: str, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Require the router keys that vLLM reads from config.json, but transformers does not write: those of DeepSeek-V3
-    and of Qwen3-VL. For GLM-4.5, vLLM does not read them."""
+    """Require router keys that vLLM reads but transformers omits, for DeepSeek-V3 and Qwen3-VL."""
     required = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     missing = [key for key in required if key not in hf]
     if hf["model_type"] == "qwen3_vl_moe_text" and "norm_topk_prob" not in hf:

@@ -14,20 +14,20 @@ from megarl.models.vision import vision_of
 
 
 def check_tower(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Raise a UserError if model.vision is true, but the actor's model has no vision tower, or the reverse if engines
-    do not run its text model alone."""
+    """Raise a UserError if model.vision=true but the model has no vision tower, or if model.vision=false but vLLM
+    cannot run its text model alone."""
     path, family = path_of(config, config.actor), hf_config.get("model_type")
     if config.model.vision and (VISION not in hf_config or WHOLE not in hf_config):
         raise UserError(f"model.vision=true: {path} has no vision tower (vision_config). Fix: set model.vision=false")
     if not config.model.vision and family in WHOLE_ONLY:
         raise UserError(
-            f"model.vision=false: {path}: engines run models of type {hf_config[WHOLE]['model_type']} only with their "
+            f"model.vision=false: {path}: vLLM runs models of type {hf_config[WHOLE]['model_type']} only with their "
             "vision tower. Fix: set model.vision=true"
         )
 
 
 def text_model_runs_alone(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Require that a model other than the policy has no vision tower that its family needs."""
+    """Reject vision-language models that vLLM runs only as a whole, in roles other than the policy."""
     if placed is not config.actor and hf["model_type"] in WHOLE_ONLY:
         yield f"{path_of(config, placed)}: {only_policies(hf)}"
 
@@ -38,7 +38,7 @@ def only_policies(hf: Mapping[str, Any]) -> str:
 
 
 def deepstack_layers_are_in_the_first_chunk(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Require that the layers after which features of the tower's inner layers are added follow the tower directly."""
+    """Require the deepstack layers, which add features from inner tower layers, to be in the first chunk."""
     vision, layout, key = vision_of(hf), placed.layout, layout_key(placed)
     needed = 0 if vision is None else len(vision.deepstack)
     num_layers, vpp = hf["num_hidden_layers"], layout.vpp
@@ -47,14 +47,23 @@ def deepstack_layers_are_in_the_first_chunk(config: Config, placed: Placed, hf: 
         return
     size = next((size for size in range(needed * vpp, num_layers, vpp) if _fits(num_layers, layout, size)), None)
     if size is None:
-        fix = f"set {key}.pp=1, vpp=1, first_stage_layers=null and last_stage_layers=null"
+        pp = next((pp for pp in range(layout.pp - 1, 1, -1) if _even(num_layers, pp * vpp, needed)), 1)
+        virtual_stages = "vpp=1, " if pp == 1 else ""
+        fix = f"set {key}.pp={pp}, {virtual_stages}first_stage_layers=null and last_stage_layers=null"
     else:
         fix = f"set {key}.first_stage_layers={size}"
-    virtual = f" / vpp={vpp} = {first // vpp}" if vpp > 1 else ""
+    chunk = first // vpp
+    virtual = f"{first} / vpp={vpp} = " if vpp > 1 else ""
+    added = "the first layer adds" if needed == 1 else f"the first {needed} layers add"
     yield (
-        f"{key}.pp={layout.pp}, vpp={vpp}: the first {needed} layers add features of the vision tower (deepstack), so "
-        f"the first stage needs them in its first chunk, which has {first}{virtual} layers. Fix: {fix}"
+        f"{key}.pp={layout.pp}, vpp={vpp}: {added} vision features (deepstack) and must be in the first stage's first "
+        f"chunk, which has {virtual}{chunk} {'layer' if chunk == 1 else 'layers'}. Fix: {fix}"
     )
+
+
+def _even(num_layers: int, chunks: int, least: int) -> bool:
+    """Return whether the layers can be split evenly into chunks of at least `least` layers."""
+    return num_layers % chunks == 0 and num_layers // chunks >= least
 
 
 def _first_stage(num_layers: int, layout: Layout) -> int | None:
@@ -86,12 +95,13 @@ def engine_reads_rotary_sections(config: Config, hf: Mapping[str, Any]) -> Itera
     if missing:
         yield (
             f"{path_of(config, config.actor)}: {key} in its config.json lacks {' and '.join(missing)}, which engines "
-            "require. Fix: add it to config.json"
+            f"require. Fix: add {' and '.join(missing)} to {key} of text_config in config.json (or of config.json, if "
+            "it has no text_config)"
         )
 
 
 def vision_excludes_other_models(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Require that no other model or feature needs the images, which only the policy and its reference see."""
+    """Reject models and features that would need the images. Only the policy and its reference receive them."""
     if vision_of(hf) is None:
         return
     algorithm, speculative = config.algorithm, config.rollout.speculative
@@ -119,7 +129,7 @@ def vision_excludes_other_models(config: Config, hf: Mapping[str, Any]) -> Itera
         f"algorithm.objective.name={algorithm.objective.name}": (
             config.trains_reward_model,
             "classifiers have no vision tower",
-            "use another objective",
+            "set model.vision=false, or use a text model",
         ),
         f"actor.mtp.loss_coefficient={config.actor.mtp.loss_coefficient}": (
             config.actor.has_mtp,

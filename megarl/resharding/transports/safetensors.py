@@ -132,6 +132,6 @@ def write_file(
             is_transposed = stack is not None and stack.is_transposed
             for members in ((name,),) if stack is None else stack.experts:
                 # The function reuses memory, so tensors that are concatenated are copied.
-                parts = (tensor(part) if len(members) == 1 else tensor(part).clone() for part in members)
-                values = torch.cat([*parts]) if len(members) > 1 else next(parts)
+                is_whole = len(members) == 1
+                values = tensor(members[0]) if is_whole else torch.cat([tensor(part).clone() for part in members])
                 file.write(raw_bytes(values.t().contiguous() if is_transposed else values))

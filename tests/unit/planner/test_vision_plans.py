@@ -9,16 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from megarl.cluster.memory.parameters import ModelParameters
+from megarl.cluster.memory.parameters import ModelParameters, Models
+from megarl.cluster.memory.reserves import FEATURES, TOWER, sampling_reserve
+from megarl.cluster.memory.vision import tower_bytes, tower_pass_bytes, towers_in_flight
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.models.flops import vision_flops
 from megarl.models.folder import read_config
-from megarl.models.vision import add_vision, vision_of
+from megarl.models.vision import add_vision, vision_of, without_vision
 from megarl.planner.hardware import DENSE_SHARE, read_cluster
-from megarl.planner.phases import vision_bytes
+from megarl.planner.phases import phase_loads
+from megarl.planner.rollout_time import engine_step_seconds
 from megarl.planner.train_time import train_time
-from megarl.planner.workload import Packed, TextWorkload, image_features, workload_of
+from megarl.planner.workload import TextWorkload, image_features, workload_of
 from tests import tiny_vision
 from tests.h100_recipes import RECIPES
 from tests.unit.resharding.cases import layout_of
@@ -37,6 +40,7 @@ def config_of(folder: Path, *keys: str) -> Config:
         ([], 24 * 24),  # 768 × 768 pixels; a feature has 2 × 2 patches of 16 × 16 pixels
         (["data.max_pixels=65536"], 8 * 8),
         (["data.max_pixels=4096"], 2 * 2),
+        (["data.min_pixels=1048576"], 32 * 32),
         (["data.image_column=null", "data.max_pixels=null"], 0),
     ],
 )
@@ -46,11 +50,6 @@ def test_prompts_include_an_image(keys: list[str], features: float, tmp_path: Pa
     workload = workload_of(config, MODEL.shape)
     assert workload.prompt_tokens == 512 + features
     assert ("for the assumed image" in workload.describe()) == (features > 0)
-    packed = workload.packed(config.actor)
-    prompts = 128 / workload.updates / config.actor.layout.dp
-    copies = packed.features * packed.microbatches / max(features, 1) / prompts
-    assert copies >= 1 or features == 0  # microbatches may have copies of a prompt
-    assert copies == 0 or packed.features <= packed.tokens
 
 
 def test_tower_takes_time_on_the_first_stage_only(tmp_path: Path) -> None:
@@ -86,8 +85,83 @@ def test_kept_activations_of_a_tower_match_torch(kind: tiny_vision.Kind, tmp_pat
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         tower(torch.zeros(4096, vision.patch_dim), grid_thw=torch.tensor([[1, 32, 32]] * 4))
     kept = sum(storage.nbytes() for storage in saved.values())
-    packed = Packed(1, 0.0, 0.0, 0.0, features=1024, image_features=256)
-    planned, _ = vision_bytes(vision, layout_of(), packed, 4, "none")
+    planned, recomputed = (tower_bytes(vision, layout_of(), 1024, 1, 4, recompute) for recompute in ("none", "full"))
     assert planned == pytest.approx(kept, rel=0.15)
-    recomputed, passing = vision_bytes(vision, layout_of(), packed, 4, "full")
-    assert passing < recomputed < planned
+    assert tower_pass_bytes(vision, 1024, 4) < recomputed < planned
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "count"), [(1, 1, 4), (2, 1, 4), (4, 1, 3), (2, 2, 8), (2, 3, 8), (4, 2, 8), (4, 2, 3), (3, 4, 9)]
+)
+def test_towers_in_flight_match_the_schedule(pp: int, vpp: int, count: int) -> None:
+    """Enumerate the first stage's forward and backward passes of (chunk, microbatch)."""
+    forward = [
+        (chunk, number)
+        for first in range(0, count, pp)
+        for chunk in range(vpp)
+        for number in range(first, min(first + pp, count))
+    ]
+    warmup = pp - 1 if vpp == 1 else 2 * (pp - 1) + (vpp - 1) * pp
+    held = most = 0
+    backward = iter([(vpp - 1 - chunk, number) for chunk, number in forward])
+    for step, (chunk, _) in enumerate(forward):
+        held += chunk == 0
+        most = max(most, held)
+        if step >= warmup:
+            held -= next(backward)[0] == 0
+    assert towers_in_flight(layout_of(pp=pp, vpp=vpp), count) == most
+
+
+def test_microbatches_contain_the_prompts_features(tmp_path: Path) -> None:
+    """Two samples share a prompt if the budget is 4,096 tokens: 1,088 of the prompt and 2 × 1,000 of responses leave
+    too few for a third."""
+    config = config_of(tmp_path, "actor.layout={tp: 8, dp: 1}", "rollout.replicas=4")
+    workload = workload_of(config, MODEL.shape, 1088, 1000)
+    assert isinstance(workload, TextWorkload)
+    packed = replace(workload, trained=1024, updates=1).packed(
+        config.actor.model_copy(update={"tokens_per_microbatch": 3088})
+    )
+    # 1,024 samples in pairs: 512 prompts, and 512 · (1,088 + 2 · 1,000) tokens in 512 microbatches
+    assert (packed.microbatches, packed.features, packed.tokens) == (512, 576, 3088)
+    assert packed.most_features == pytest.approx(3088 * 576 / 1088)
+
+
+def test_frozen_tower_runs_forward_only(tmp_path: Path) -> None:
+    config, cluster = config_of(tmp_path), read_cluster("8xH100")
+    frozen = config_of(tmp_path, "actor.frozen=[model.visual.*]")
+    workload = workload_of(config, MODEL.shape)
+    seconds = [
+        train_time(each.actor, MODEL, workload, cluster, 2, 0, 1).update["vision tower"] for each in (config, frozen)
+    ]
+    assert seconds[0] == pytest.approx(3 * seconds[1])
+    loads = [
+        next(
+            load
+            for load in phase_loads(each, Models({"actor": MODEL}), workload, cluster)
+            if "actor trains" in load.phase
+        )
+        for each in (config, frozen)
+    ]
+    assert loads[1].parts["activations"] < loads[0].parts["activations"]
+
+
+def test_engine_memory_includes_image_features(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    vision = MODEL.shape.vision
+    assert vision is not None
+    items = sampling_reserve(config, MODEL.shape)
+    # 16,384 tokens in a batch, hidden size 4,096; one main and three deepstack features, with buffers for the latter
+    assert items[FEATURES] == 16384 * 4096 * 2 * (1 + 3 + 3)
+    assert items[TOWER] == tower_pass_bytes(vision, 16384, 2)
+    assert (
+        not {FEATURES, TOWER} & sampling_reserve(config, ModelParameters(without_vision(RECIPE.hf_config)).shape).keys()
+    )
+
+
+def test_decoding_does_not_read_the_tower(tmp_path: Path) -> None:
+    config, cluster = config_of(tmp_path), read_cluster("8xH100")
+    seconds = [
+        engine_step_seconds(config, ModelParameters(hf_config), cluster, 1000)(1)
+        for hf_config in (RECIPE.hf_config, without_vision(RECIPE.hf_config))
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)

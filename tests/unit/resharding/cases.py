@@ -9,8 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from megarl.config.model_schema import Layout
-from megarl.models.multimodal import WHOLE
-from megarl.models.vision import KEY
+from megarl.models.multimodal import WHOLE, WITH_TOWER
 
 
 def layout_of(
@@ -109,7 +108,7 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
                 tensors[f"{layer}{name}.weight"] = random(*shape)
                 if config.get("mlp_bias"):
                     tensors[f"{layer}{name}.bias"] = random(shape[0])
-    if KEY in config:
+    if WITH_TOWER in config:
         tensors |= {f"model.visual.{name}": random(*shape) for name, shape in tower(config).items()}
     return fused(tensors) if config["model_type"] == "phi3" else tensors
 
@@ -487,7 +486,7 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
         elif "gate_proj" in name:
             halves = [tensor, checkpoint[name.replace("gate_proj", "up_proj")]]
             tensors[name.replace("gate", "gate_up")] = torch.cat([half.chunk(tp)[rank] for half in halves])
-    if KEY in config:
+    if WITH_TOWER in config:
         return {f"language_model.{name}": tensor for name, tensor in tensors.items()} | vllm_tower(checkpoint)
     if config["model_type"] != "gpt_oss":
         return tensors
@@ -547,12 +546,18 @@ def with_tower(whole: str, **text: Any) -> dict[str, Any]:
     vision = dict(depth=2, hidden_size=4, num_heads=2, intermediate_size=5, patch_size=1, spatial_merge_size=2)
     vision |= dict(temporal_patch_size=2, num_position_embeddings=4, window_size=2)
     vision["deepstack_visual_indexes"] = [0] if whole.startswith("qwen3_vl") else []
-    return {"model_type": f"{whole}_text", "vision_config": vision, WHOLE: {"model_type": whole}, KEY: True, **text}
+    return {
+        "model_type": f"{whole}_text",
+        "vision_config": vision,
+        WHOLE: {"model_type": whole},
+        WITH_TOWER: True,
+        **text,
+    }
 
 
 def with_fitting_tower(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config with a tower for the text model's sizes, if it has a tower."""
-    if KEY not in config:
+    if WITH_TOWER not in config:
         return config
     tower = config["vision_config"] | {"out_hidden_size": config["hidden_size"]}
     return config | {"vision_config": tower, "rope_parameters": {"mrope_section": [config["head_dim"] // 2, 0, 0]}}

@@ -20,7 +20,7 @@ from megarl.resharding.planning.check import check_plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 from tests import tiny_vision
-from tests.tiny_vision import Kind
+from tests.tiny_vision import Kind, canonical
 
 KINDS: tuple[Kind, ...] = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 Tensors = dict[str, torch.Tensor]
@@ -34,22 +34,6 @@ def their_tensors(folder: Path) -> Tensors:
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     files = sorted(folder.glob("*.safetensors"))
     return {name: tuple(tensor.shape) for file in files for name, tensor in load_file(file).items()}
-
-
-def separate(tensors: Tensors) -> Tensors:
-    """Return transformers' tensors with the names of a text model and a tower, and with separate experts."""
-    result = {}
-    for name, tensor in tensors.items():
-        name = name.replace("model.language_model.", "model.")
-        prefix, _, last = name.rpartition(".")
-        if not prefix.endswith(".experts"):
-            result[name] = tensor
-            continue
-        for expert, weight in enumerate(tensor):
-            parts = weight.chunk(2) if last == "gate_up_proj" else (weight,)
-            names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-            result |= {f"{prefix}.{expert}.{part}.weight": rows for part, rows in zip(names, parts, strict=True)}
-    return result
 
 
 def rewrite(folder: Path, kind: Kind) -> None:
@@ -89,10 +73,10 @@ def assert_equal(tensors: Tensors, expected: Tensors) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_published_and_other_folders_are_read(kind: Kind, tmp_path: Path) -> None:
     folder = tiny_vision.build(tmp_path, kind)
-    expected = separate(their_tensors(folder))
+    expected = canonical(their_tensors(folder))
     assert_equal(read_all(folder), expected)
     rewrite(folder, kind)
-    assert_equal(separate(their_tensors(folder)), expected)
+    assert_equal(canonical(their_tensors(folder)), expected)
     assert_equal(read_all(folder), expected)
 
 

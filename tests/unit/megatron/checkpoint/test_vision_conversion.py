@@ -25,6 +25,7 @@ LAYOUTS = {
     "qwen3_vl": (layout_of(tp=2), layout_of(pp=2, first=3)),
     "qwen3_vl_moe": (layout_of(tp=2, dp=2, ep=2), layout_of(pp=2, ep=2, etp=1, tp=2)),
     "qwen3_5": (layout_of(pp=2), layout_of(tp=2)),
+    "qwen3_5_moe": (layout_of(dp=2, ep=2), layout_of(pp=2, tp=2)),
 }
 
 
@@ -56,6 +57,9 @@ def test_text_model_without_its_tower_converts(tmp_path: Path) -> None:
     written = load_file(tmp_path / "back" / SINGLE)
     assert written.keys() == {name.replace("model.language_model.", "model.") for name in text}
     assert read_config(tmp_path / "back")["architectures"] == ["Qwen3_5ForCausalLM"]
+    other = tiny_vision.build(tmp_path / "other", "qwen3_vl")
+    with pytest.raises(UserError, match="has no vision tower, without which vLLM cannot run models of type qwen3_vl"):
+        megatron_to_huggingface(tmp_path / "out", tmp_path / "refused", huggingface=other)
 
 
 def test_incomplete_tower_that_engines_need_is_refused(tmp_path: Path) -> None:

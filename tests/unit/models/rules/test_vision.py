@@ -27,7 +27,7 @@ def test_vision_language_models_fit(name: str) -> None:
 def test_models_without_a_text_class_require_vision(name: str) -> None:
     [line] = model_errors(MODELS[name], VISION[1])
     assert line == (
-        f"model.vision=false: model.path=smollm2: engines run models of type {VISION_CONFIGS[name]['model_type']} only "
+        f"model.vision=false: model.path=smollm2: vLLM runs models of type {VISION_CONFIGS[name]['model_type']} only "
         "with their vision tower. Fix: set model.vision=true"
     )
 
@@ -49,7 +49,12 @@ def test_text_model_with_vision_is_refused() -> None:
         # (36 - 2) / 17 = 2
         ("{pp: 18}", "which has 2 layers", "set actor.layout.first_stage_layers=19"),
         ("{pp: 3, vpp: 6}", "which has 12 / vpp=6 = 2 layers", "set actor.layout.first_stage_layers=24"),
-        ("{pp: 36}", "which has 1 layers", "set actor.layout.pp=1, vpp=1, first_stage_layers=null and"),
+        ("{pp: 36}", "which has 1 layer", "set actor.layout.pp=12, first_stage_layers=null and"),
+        (
+            "{pp: 2, vpp: 18}",
+            "which has 18 / vpp=18 = 1 layer",
+            "set actor.layout.pp=1, vpp=1, first_stage_layers=null and",
+        ),
         ("{pp: 3, first_stage_layers: 2}", "which has 2 layers", "set actor.layout.first_stage_layers=4"),
     ],
 )
@@ -57,7 +62,7 @@ def test_deepstack_layers_must_be_in_the_first_chunk(layout: str, first: str, fi
     """Qwen3-VL-8B has 36 layers, the first three of which add features."""
     sizes = f"actor.layout={layout}".replace("}", ", last_stage_layers: null}")
     [line] = model_errors(QWEN3_VL, VISION[0], sizes)
-    assert f"needs them in its first chunk, {first}. Fix: {fix}" in line
+    assert f"must be in the first stage's first chunk, {first}. Fix: {fix}" in line
     remedies = fix.removeprefix("set actor.layout.").removesuffix(" and").split(", ")
     changes = [f"actor.layout.{remedy}" for remedy in remedies]
     check_model(recipe(VISION[0], sizes, "actor.layout.last_stage_layers=null", *changes), QWEN3_VL)
@@ -107,7 +112,8 @@ def test_mtp_layers_beside_a_tower_are_refused() -> None:
     ],
 )
 def test_keys_that_engines_read_are_required(changes: dict[str, Any], missing: str) -> None:
-    with pytest.raises(ValueError, match=f"rope_scaling in its config.json lacks {missing}, which engines require"):
+    message = f"lacks {missing}, which engines require. Fix: add {missing} to rope_scaling of text_config"
+    with pytest.raises(ValueError, match=message):
         check_model(recipe(*VISION), QWEN3_VL | {"rope_scaling": changes | {"rope_type": "default"}})
 
 
@@ -124,8 +130,11 @@ def test_router_key_of_qwen3_vl_is_required() -> None:
         ({"in_channels": 1}, "vision_config with in_channels 1"),
         ({"out_hidden_size": 8}, "vision_config with out_hidden_size 8 for hidden_size 4096"),
         ({"num_heads": 7}, "vision_config with hidden_size 1152 and num_heads 7"),
+        ({"num_heads": 192}, "vision_config with hidden_size 1152 and num_heads 192"),
         ({"num_position_embeddings": 10}, "vision_config with num_position_embeddings 10, which is not a square"),
         ({"deepstack_visual_indexes": [27]}, r"vision_config with deepstack_visual_indexes \[27\]"),
+        ({"deepstack_visual_indexes": [1] * 37}, "deepstack_visual_indexes with 37 layers for num_hidden_layers 36"),
+        ({"window_size": 31}, "vision_config with window_size 31 for patches of 16 pixels"),
     ],
 )
 def test_unsupported_towers_are_refused(tower: dict[str, Any], feature: str) -> None:
@@ -147,6 +156,13 @@ def test_vision_language_models_are_only_policies() -> None:
         check_teacher_model(config, config.teachers.models[0], actor, QWEN3_VL)
     with pytest.raises(ValueError, match=message):
         check_draft_model(recipe("rollout.speculative={method: draft_model, path: d, tokens: 3}"), actor, QWEN3_VL)
+
+
+@pytest.mark.parametrize("keys", [{"megarl_multimodal": 1}, {"megarl_vision": True}])
+def test_files_cannot_set_own_keys(keys: dict[str, Any]) -> None:
+    whole = VISION_CONFIGS["Qwen3-VL-8B"]
+    assert text_config(whole | keys | {"text_config": whole["text_config"] | keys}) == text_config(whole)
+    assert text_config(CONFIGS["Qwen3-8B"] | keys) == CONFIGS["Qwen3-8B"]
 
 
 @pytest.mark.parametrize(
