@@ -31,6 +31,7 @@ MENTIONS = (
     "megarl check and exit without training",
     "megarl train exited with status {status}",
     "megarl train runs here",
+    "megarl diagnose does not support",
     "megarl evaluate runs on a single machine",
     "megarl node",
     "megarl launch",
