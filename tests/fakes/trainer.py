@@ -52,6 +52,7 @@ class FakeTrainer:
     """A stand-in for TrainerWorker with the methods that a GRPO run with one update per step calls."""
 
     kernels = "a trainer without Megatron"
+    has_tower = False
 
     def __init__(self, role: Role, config: Config, folder: Path, rank: int, store: Store):
         self._role, self._folder, self._rank = role, folder, rank
