@@ -15,7 +15,7 @@ from megarl.cluster.groups.evaluation import write_samples
 from megarl.core.completion import VersionRun
 from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.prompt import Prompt
-from megarl.core.prompt_images import PromptImage, collapsed
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.core.score import Score
 from megarl.rewards.rollout_file import append_rollouts
@@ -53,7 +53,7 @@ def prompt(name: str, *parts: str | bytes, num_tokens: int = 30) -> Prompt:
         images.append(PromptImage(len(ids), count, (1, 2, 2 * count), hashlib.sha256(part).hexdigest(), part))
         ids += [PLACEHOLDER] * count
     content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
-    text = decode(collapsed(np.array(ids, np.int32), images))
+    text = "".join(part if isinstance(part, str) else PLACEHOLDER_TEXT for part in parts)
     return Prompt(name, text, ids, "7", ({"role": "user", "content": content},), {}, tuple(images))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.groups.evaluation import _write as write_evaluation
+from megarl.cluster.groups.evaluation import write_samples
 from megarl.cluster.trace import FILE, Trace
 from megarl.core.completion import VersionRun
 from megarl.core.optional_logs import RESERVED_BYTES, OptionalLog
@@ -121,11 +121,11 @@ def test_advantages_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_evaluations_and_traces_survive_a_full_disk(tmp_path: Path, disk: Disk) -> None:
     disk.free = 0
     file = tmp_path / "evaluations" / "set" / "step_000001.jsonl"
-    write_evaluation(file, 1, *zip(*samples(2), strict=True))
+    write_samples(file, 1, *zip(*samples(2), strict=True), append=append_rollouts)
     trace = Trace(tmp_path)
     trace.record("task", 0.0, 1.0)
     assert not file.exists() and not (tmp_path / FILE).exists()
     disk.free = 2 * RESERVED_BYTES
-    write_evaluation(file, 1, *zip(*samples(2), strict=True))
+    write_samples(file, 1, *zip(*samples(2), strict=True), append=append_rollouts)
     trace.record("task", 0.0, 1.0)
     assert len(file.read_text().splitlines()) == 2 and len((tmp_path / FILE).read_text().splitlines()) == 1

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from megarl.core.prompt import Prompt
-from megarl.core.prompt_images import collapsed
 from megarl.core.score import Score
 from megarl.rewards import prompt_thumbnails
 from megarl.rewards.prompt_thumbnails import THUMBNAILS, prompt_fields, thumbnail_path, write_thumbnails
@@ -38,7 +37,7 @@ def test_lines_have_one_placeholder_per_image(tmp_path: Path) -> None:
     item = prompt("p", "The first 雪: ", encoded(RED), "\nand\n", encoded(GREEN), " differ. How?")
     append_rollouts(file, 1, scored(1, item), decode=decode)
     for row in rows(file):
-        assert row["prompt"] == decode(collapsed(item.token_ids, item.images))
+        assert row["prompt"] == item.text
         assert [row["prompt"][image["start"] : image["stop"]] for image in row["prompt_images"]] == [
             PLACEHOLDER_TEXT
         ] * 2
