@@ -543,7 +543,7 @@ GPT_OSS = dict(attention_bias=True, num_local_experts=NUM_EXPERTS, num_experts_p
 
 def with_tower(whole: str, **text: Any) -> dict[str, Any]:
     """Return a model with a vision tower. See `with_fitting_tower`."""
-    vision = dict(depth=2, hidden_size=4, num_heads=2, intermediate_size=5, patch_size=1, spatial_merge_size=2)
+    vision = dict(depth=2, hidden_size=8, num_heads=2, intermediate_size=5, patch_size=1, spatial_merge_size=2)
     vision |= dict(temporal_patch_size=2, num_position_embeddings=4, window_size=2)
     vision["deepstack_visual_indexes"] = [0] if whole.startswith("qwen3_vl") else []
     return {
