@@ -100,8 +100,8 @@ def test_verifiers_environment_plays_through_the_endpoint(surroundings: Path) ->
         return played
 
     first, second, none = asyncio.run(main())
-    assert first[0] == {"finds_the_word": 2.0, "looks_first": 0.5}
-    assert second[0] == {"finds_the_word": 0.0, "looks_first": 0.5}
+    assert first[0] == {"rewards": {"finds_the_word": 2.0, "looks_first": 0.5}, "feedback": ""}
+    assert second[0] == {"rewards": {"finds_the_word": 0.0, "looks_first": 0.5}, "feedback": ""}
     assert "IndexError" in str(none[0]) and none[1] == []
     for idx, (_, samples) in enumerate((first, second)):
         [sample] = samples
