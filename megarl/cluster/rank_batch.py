@@ -247,7 +247,7 @@ class FetchedBatches:
         if batch is None:
             batch = rank_batch.fetch(with_files)
         elif earlier != rank_batch:  # rewards, baselines or scores were added since the earlier fetch
-            batch = batch.renewed(rank_batch.fetch_samples([item.sample for item in batch.samples]))
+            batch = batch.renewed(rank_batch.fetch_samples([item.sample for item in batch.samples], with_files=False))
         self._fetched[rank_batch.key] = rank_batch, batch
         return batch
 
@@ -261,8 +261,9 @@ def with_prompt(sample: Sample, token_ids: NDArray[np.int32]) -> Sample:
     return replace(sample, prompt=replace(sample.prompt, token_ids=token_ids, images=()), routes=None)
 
 
-def with_images(sample: Sample, files: Sequence[bytes]) -> Sample:
-    """Attach encoded images to the sample's prompt. Return the sample unchanged if it has none."""
+def with_images(sample: Sample, files: Sequence[Any]) -> Sample:
+    """Attach encoded images, or references to them, to the sample's prompt. Return the sample unchanged if it has
+    none."""
     return replace(sample, prompt=sample.prompt.with_files(files)) if files else sample
 
 

@@ -13,7 +13,7 @@ from megarl.algorithms.evaluation import Estimate, estimates
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.rewards import RewardGroup
-from megarl.cluster.image_files import put_images
+from megarl.cluster.image_files import attach_images, put_images
 from megarl.cluster.workers import Workers
 from megarl.config.evaluation import config_of_set, longest_response, seed_of_set
 from megarl.config.evaluation_schema import EvaluationSet
@@ -126,12 +126,14 @@ def evaluate_sets(
     for settings in sets:
         name, set_config = settings.name, config_of_set(config, settings)
         data = prompts[name]
-        wanted = requests(config, settings, put_images(data.prompts, data.images))
+        drawn = put_images(data.prompts, data.images)
+        wanted = requests(config, settings, drawn)
         if environments is not None and set_config.has_environment:
             sampled = environments.evaluate(wanted, set_config).result()
         else:
             sampled = engines.generate(wanted).result()
-        samples = [sample for group in sampled for sample in completed(group)]
+        pairs = zip(drawn, sampled, strict=True)
+        samples = [attach_images(sample, prompt) for prompt, group in pairs for sample in completed(group)]
         # Drop the references, so that the object store can free the samples.
         groups = [[replace(sample, sample=None) for sample in completed(group)] for group in sampled]
         versions = versions_of(groups)

@@ -84,6 +84,9 @@ def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
     )
     unchanged = [name for name, value in before.items() if torch.equal(value, after[name])]
     assert not unchanged
+    lines = (run / "rollouts" / "step_000003.jsonl").read_text().splitlines()
+    shown = [image["thumbnail"] for line in lines for image in json.loads(line).get("prompt_images", [])]
+    assert len(shown) == 4 * sum(map(len, IMAGES)) and all((run / "rollouts" / name).is_file() for name in shown)
 
 
 @pytest.mark.exhaustive

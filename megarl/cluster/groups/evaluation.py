@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from megarl.cluster.rank_batch import with_images
 from megarl.config.evaluation import config_of_set
 from megarl.config.schema import Config
 from megarl.core.sample import Sample
@@ -21,6 +24,11 @@ from megarl.rewards.scorer import Scorer, require_ratings
 
 Append = Callable[[Path, int, Sequence[tuple[Sample, Score]]], object]
 
+PromptImages = Mapping[str, Sequence[Any]]
+"""References to the encoded images in the samples' prompts, by sample id."""
+
+NO_IMAGES: PromptImages = MappingProxyType({})
+
 
 class SetScorer:
     """The reward functions for one evaluation set, and the pool that runs them."""
@@ -32,7 +40,9 @@ class SetScorer:
         self._scorer = Scorer(config.rewards.functions, environment_weight=config.environment.weight)
         self._pool, self._append = pool, append
 
-    async def score(self, samples: Sequence[Sample], version: int, file: Path) -> list[Score]:
+    async def score(
+        self, samples: Sequence[Sample], version: int, file: Path, images: PromptImages = NO_IMAGES
+    ) -> list[Score]:
         """Score each sample with the results for its whole rollout, and write the samples as text to a JSONL file."""
         judged = [sample for sample in samples if is_judged(sample)]
         judging = asyncio.gather(*(judge_single(self._pool, self._single, sample) for sample in judged))
@@ -43,7 +53,8 @@ class SetScorer:
             by_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
         scores = [self._scorer.score(sample, by_rollout.get(sample.rollout_id, {}))[0] for sample in samples]
         scores = require_ratings(scores)
-        await asyncio.to_thread(write_samples, file, version, samples, scores, self._append)
+        pictured = [with_images(sample, images.get(sample.id, ())) for sample in samples]
+        await asyncio.to_thread(write_samples, file, version, pictured, scores, self._append)
         return scores
 
 

@@ -14,13 +14,13 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
-from megarl.cluster.groups.evaluation import EvaluationScorer
+from megarl.cluster.groups.evaluation import NO_IMAGES, EvaluationScorer, PromptImages
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import Scores, get_samples, get_scores, put_sample, put_scores
+from megarl.cluster.rank_batch import Scores, get_samples, get_scores, put_sample, put_scores, with_images
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
@@ -151,7 +151,12 @@ class RewardWorker:
         return [put_sample(sample) for sample in read]
 
     async def score(
-        self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
+        self,
+        refs: Sequence[ray.ObjectRef],
+        model_scores: Scores,
+        step: int,
+        rollouts: Path,
+        images: PromptImages = NO_IMAGES,
     ) -> tuple[list[Score], Scores]:
         """Score the samples and append them as text to a JSONL file. Return their scores, and references to per-token
         rewards if the reward model or a reward function returns any. `model_scores` refers to the reward model's
@@ -179,7 +184,8 @@ class RewardWorker:
         await self._finished.written(samples)
         feedback = {sample.id: feedback_on(sample, by_rollout.get(sample.rollout_id, {})) for sample in samples}
         await asyncio.to_thread(self._feedback.note, samples, feedback)
-        await asyncio.to_thread(self._append, rollouts, step, scored, self._token_texts, feedback)
+        pictured = [(with_images(sample, images.get(sample.id, ())), score) for sample, score in scored]
+        await asyncio.to_thread(self._append, rollouts, step, pictured, self._token_texts, feedback)
         by_token = {
             sample.id: token_rewards
             for (sample, score), (_, token_rewards) in zip(scored, scores, strict=True)
@@ -192,10 +198,12 @@ class RewardWorker:
         and sample id."""
         return {name: put_scores(prompts) for name, prompts in self._feedback.take().items()}
 
-    async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
+    async def evaluate(
+        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: PromptImages
+    ) -> list[Score]:
         """Score samples from the evaluation set with this name. See SetScorer.score."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
-        return await self._evaluation[name].score(samples, version, file)
+        return await self._evaluation[name].score(samples, version, file, images)
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
         fetched = [(row, version, get_samples(refs)) for row, version, refs in groups]
@@ -297,6 +305,10 @@ def _fetch_images(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, 
         yield image, file
 
 
+def _images_of(samples: Sequence[SampleRef]) -> PromptImages:
+    return {sample.id: sample.prompt_images for sample in samples if sample.prompt_images}
+
+
 def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:
     try:
         return reader.read(sample)
@@ -331,14 +343,21 @@ class RewardGroup(WorkerGroup):
 
     @remote(timeout="rewards", phase="rewards")
     def _score(
-        self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
+        self,
+        refs: Sequence[ray.ObjectRef],
+        model_scores: Scores,
+        step: int,
+        rollouts: Path,
+        images: PromptImages = NO_IMAGES,
     ) -> tuple[list[Score], Scores]: ...
 
     @remote(timeout="rewards")
     def _take_feedback(self) -> dict[str, Scores]: ...
 
     @remote(timeout="rewards", phase="evaluation")
-    def _evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]: ...
+    def _evaluate(
+        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: PromptImages
+    ) -> list[Score]: ...
 
     @remote(timeout="checkpoint")
     def _save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord: ...
@@ -375,7 +394,7 @@ class RewardGroup(WorkerGroup):
         and references to per-token rewards, float32 [R], if the model or a function returns any."""
         refs, path = [ref.scored for ref in samples], rollouts.resolve()
         if self._model is None:
-            return self._score.on_first(refs, {}, step, path)
+            return self._score.on_first(refs, {}, step, path, _images_of(samples))
         scored = self._model_scores(self._model, samples)
         return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path))
 
@@ -386,7 +405,8 @@ class RewardGroup(WorkerGroup):
 
     def evaluate(self, samples: Sequence[SampleRef], name: str, version: int, file: Path) -> Pending[list[Score]]:
         """Score evaluation-set samples generated by this weight version, and write the scored samples to the file."""
-        return self._evaluate.on_first([ref.scored for ref in samples], name, version, file.resolve())
+        refs, images = [ref.scored for ref in samples], _images_of(samples)
+        return self._evaluate.on_first(refs, name, version, file.resolve(), images)
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
         """Write the groups that wait for a later step into a new folder in a checkpoint. Return the file's record."""
