@@ -199,7 +199,7 @@ class RewardWorker:
         return {name: put_scores(prompts) for name, prompts in self._feedback.take().items()}
 
     async def evaluate(
-        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: PromptImages
+        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: PromptImages = NO_IMAGES
     ) -> list[Score]:
         """Score samples from the evaluation set with this name. See SetScorer.score."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
@@ -356,7 +356,7 @@ class RewardGroup(WorkerGroup):
 
     @remote(timeout="rewards", phase="evaluation")
     def _evaluate(
-        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: PromptImages
+        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: PromptImages = NO_IMAGES
     ) -> list[Score]: ...
 
     @remote(timeout="checkpoint")
