@@ -348,7 +348,7 @@ class RewardGroup(WorkerGroup):
         model_scores: Scores,
         step: int,
         rollouts: Path,
-        images: PromptImages = NO_IMAGES,
+        images: PromptImages,
     ) -> tuple[list[Score], Scores]: ...
 
     @remote(timeout="rewards")
@@ -356,7 +356,7 @@ class RewardGroup(WorkerGroup):
 
     @remote(timeout="rewards", phase="evaluation")
     def _evaluate(
-        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: PromptImages = NO_IMAGES
+        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: PromptImages
     ) -> list[Score]: ...
 
     @remote(timeout="checkpoint")
@@ -392,11 +392,11 @@ class RewardGroup(WorkerGroup):
     def score(self, samples: Sequence[SampleRef], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
         """Score the samples with the reward model, then with the reward functions. The result contains their scores,
         and references to per-token rewards, float32 [R], if the model or a function returns any."""
-        refs, path = [ref.scored for ref in samples], rollouts.resolve()
+        refs, path, images = [ref.scored for ref in samples], rollouts.resolve(), _images_of(samples)
         if self._model is None:
-            return self._score.on_first(refs, {}, step, path, _images_of(samples))
+            return self._score.on_first(refs, {}, step, path, images)
         scored = self._model_scores(self._model, samples)
-        return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path))
+        return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path, images))
 
     def take_feedback(self) -> Pending[dict[str, Scores]]:
         """Return references to prompts with feedback on the samples scored since the last call, int32 [P], by teacher
