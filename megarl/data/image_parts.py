@@ -13,7 +13,7 @@ MARKER = "<image>"
 
 
 def is_image(value: Any) -> bool:
-    """Return whether a value of the data has the form of an image: a path, a data: URL, bytes or {bytes, path}."""
+    """Return whether a value has the form of an image: a path, a data: URL, bytes or {bytes, path}."""
     if isinstance(value, Mapping):
         fields = _filled(value)
         return (
