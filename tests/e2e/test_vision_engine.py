@@ -42,6 +42,8 @@ PROMPTS = ((0,), (1, 2), (), (2,), (0, 0, 1), (), (1,), (0,))
 """The images in each prompt."""
 TOLERANCE = 1e-5
 STAND_IN = IDS["<|video_pad|>"]
+BLOCK = 32
+"""Number of tokens in a block of the prefix cache in `config_of`."""
 
 
 class VisionSide(EngineSide):
@@ -223,6 +225,16 @@ def test_engine_with_images_equals_transformers(kind, tmp_path, remotes):  # noq
             weights.assert_equal(early, models)
         else:
             weights.assert_recomputed(through, models)
+
+    # Cache a prefix that contains all images of its prompt, so that vLLM admits the next request without patches. The
+    # refit then clears the cache.
+    [cached] = [prompt for prompt in asked if prompt.images and len(prompt.token_ids) > BLOCK >= prompt.images[-1].stop]
+    engine.call("sample", [cached])
+    weights.change("", 5)
+    early, late = engine.call("sample_through_a_refit", [cached], 5, "recompute")
+    models[5] = weights.model()
+    weights.assert_recomputed(early, models)
+    weights.assert_equal(late, models)
 
     with pytest.raises(UserError, match=r"this node produces grid \(1, 4, 4\), but the driver computed \(1, 2, 2\)"):
         engine.call("sample_resized", asked[0])

@@ -20,6 +20,7 @@ from vllm.inputs import MultiModalInput, mm_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
+from vllm.v1.core.sched import output
 
 from megarl.core.prompt_images import PromptImage
 from megarl.data.images import ImageProcessor
@@ -172,6 +173,12 @@ class ReadyImages(BaseMultiModalProcessor[ImageInfo]):
 
     def _get_prompt_updates(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+
+def keep_patches() -> None:
+    """Keep the patches of requests that start with a cached prefix. vLLM does not send the patches of images in the
+    prefix to its workers, but a request needs them if it is preempted or if a refit clears the cache."""
+    output.strip_covered_mm_data = lambda features, *_args, **_kwargs: features
 
 
 def accept_patches(model: Any) -> None:

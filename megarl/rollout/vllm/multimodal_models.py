@@ -19,7 +19,7 @@ from typing import Any
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _ModelInfo
 
 from megarl.models.families import TEXT_MODELS
-from megarl.rollout.vllm.images import accept_patches
+from megarl.rollout.vllm.images import accept_patches, keep_patches
 
 VISION_MODELS = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
@@ -50,6 +50,7 @@ class MultimodalModel(_LazyRegisteredModel):
 
 def install() -> None:
     """Register the text models, their drafting models and the vision-language models."""
+    keep_patches()
     for name in TEXT_MODELS.values():
         ModelRegistry.models[name] = MultimodalModel(f"{_MODELS}qwen3_5", name)
         draft = name.replace("ForCausalLM", "MTP")
