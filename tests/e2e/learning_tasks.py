@@ -164,22 +164,21 @@ HINT = "!" * 32
 
 
 class HintedDigits(EvenDigits):
-    """EvenDigits with a reward of 0 unless all digits are even, so that GRPO alone learns nothing. The teacher is the
-    policy itself, which writes even digits if it sees a hint.
+    """EvenDigits with a reward of 0 unless all digits are even. The teacher is the policy itself, which writes even
+    digits if it sees a hint.
 
-    In the control, its prompts have no hint.
+    The control has no teacher, so it is GRPO with a reward that is 0 at first.
     """
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
         vocabulary = tiny_tokenizer().get_vocab()
         model = write_hinted(folder / "model", [vocabulary[digit] for digit in EVEN], vocabulary["!"])
-        hint = HINT.replace("!", "?") if shuffled else HINT
-        rows = [{"prompt": prompt, "answer": None, "hint": f"{prompt}{hint}"} for prompt in "abcdefgh"]
+        rows = [{"prompt": prompt, "answer": None, "hint": f"{prompt}{HINT}"} for prompt in "abcdefgh"]
         return [
             f"model.path={model}",
             f"rewards.functions=[{{function: '{REWARD}:all_even'}}]",
             f"data.source={write_rows(folder / 'prompts.jsonl', rows)}",
-            "teachers.models=[{name: hinted, prompt_column: hint}]",
+            f"teachers.models={'[]' if shuffled else '[{name: hinted, prompt_column: hint}]'}",
             "run.export=false",
         ]
 

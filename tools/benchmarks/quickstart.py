@@ -75,7 +75,6 @@ def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     trl = {**facts, **conditions, **summary(read_metrics(folder))}
     return {
         "cpu_percent_elsewhere": max(side["cpu_percent_elsewhere"] for side in (megarl, trl)),
-        "recipe": load(QUICKSTART).model_dump(),
         "ratio_of_median_steps": megarl["median_seconds"]["step"] / trl["median_seconds"]["step"],
         "megarl": megarl,
         "trl": trl,
