@@ -219,7 +219,7 @@ class Run:
 
     def left_shared_memory(self) -> set[Path]:
         """Return unmapped segments and folders that were created since the start and still exist after WAIT_S seconds.
-        Semaphores of other tests' exiting processes may exist briefly."""
+        Those of other tests' exiting processes may exist briefly."""
         deadline = time.monotonic() + WAIT_S
         while (left := self._unmapped_segments()) and time.monotonic() < deadline:
             time.sleep(ASK_S)
@@ -273,11 +273,20 @@ class Run:
 
 
 def mapped_shared_memory(process: psutil.Process) -> set[Path]:
+    """Return the segments and semaphores that a process maps. They are found by inode, because the maps contain a
+    semaphore's first name, which glibc has deleted."""
     try:
-        paths = [Path(region.path) for region in process.memory_maps()]
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        lines = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines()]
+    except OSError:  # the process has exited or is not readable
         return set()
-    return {path for path in paths if path.parent == SHARED_MEMORY and path.exists()}
+    inodes = {int(words[4]) for words in lines if len(words) > 5 and Path(words[5]).parent == SHARED_MEMORY}
+    return {path for path in SHARED_MEMORY.iterdir() if inodes and _inode(path) in inodes}
+
+
+def _inode(path: Path) -> int | None:
+    with suppress(FileNotFoundError):  # it was removed after it was listed
+        return path.stat().st_ino
+    return None
 
 
 def listening_sockets() -> set[str]:

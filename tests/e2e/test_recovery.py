@@ -141,6 +141,22 @@ def replace_ranks(run: Run, hold: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_ranks_lost_while_engines_sleep_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """Engines release their memory while ranks train. Step 2 is trained again, because its state was not copied."""
+    keys = (*KEYS, f"run.steps={STEPS}", "rollout.sleep=true", "cluster.copy_every_steps=5")
+    generator = random.Random(3)
+    with Run(recipe, tmp_path, *keys) as run:
+        run.wait_until(lambda: "refit: first refit" in run.output)
+        before = engines(run)
+        for step in (2, 5, 8):
+            kill_a_rank(run, step, generator)
+        assert engines(run) == before
+        folder = finish(run)
+        assert "recovery: trained step 2 again in " in run.output
+    assert_equal(folder, uninterrupted)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_twenty_kills_do_not_change_a_run(recipe: Path, tmp_path: Path) -> None:
     keys = (*KEYS, "actor.layout={pp: 2, dp: 2}", "rollout.replicas=2", "run.steps=64")  # a busy test may kill late
