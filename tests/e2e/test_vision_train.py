@@ -22,15 +22,24 @@ from tests.tiny_vision import build
 
 pytestmark = pytest.mark.slow
 
+SIZES = ((64, 64), (90, 40), (50, 100))
 IMAGES = ([0], [1, 2], [], [2], [0, 0, 1], [1])
 """The images of each row, which share files."""
 LIMIT = 1e-5
+FUNCTIONS = """
+def num_images(prompt, response, answer, prompt_images):
+    return len(prompt_images)
+
+def width(prompts, responses, answers, prompt_images):
+    return [sum(image.width for image in images) for images in prompt_images]
+"""
 
 
 def write_recipe(folder: Path, *keys: str) -> Path:
     build(folder / "model", "qwen3_vl")
+    (folder / "rewards.py").write_text(FUNCTIONS)
     rng = np.random.default_rng(0)
-    for i, (width, height) in enumerate(((64, 64), (90, 40), (50, 100))):
+    for i, (width, height) in enumerate(SIZES):
         Image.fromarray(rng.integers(256, size=(height, width, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     rows = [
         {
@@ -52,7 +61,12 @@ def write_recipe(folder: Path, *keys: str) -> Path:
                 "rollout": {"max_new_tokens": 8, "context_length": 128, "kv_cache_gib": 0.05, "threads": 1},
                 "batch": {"prompts_per_step": 6, "samples_per_prompt": 4, "prompts_per_update": 6},
                 "data": {"source": str(folder / "data.jsonl"), "image_column": "images"},
-                "rewards": {"functions": [{"function": f"{REWARD}:digit_share"}]},
+                "rewards": {
+                    "functions": [
+                        {"function": f"{REWARD}:digit_share"},
+                        *({"function": f"{folder}/rewards.py:{name}"} for name in ("num_images", "width")),
+                    ]
+                },
                 "logprob_check": {"canaries": "refits"},
                 "cluster": {"object_store_mib": 80},
             }
@@ -77,6 +91,9 @@ def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
     assert len(steps) == 3
     for step in steps:
         assert step["mismatch/logprob_abs_max"] <= LIMIT
+        assert step["reward/num_images"] == pytest.approx(sum(map(len, IMAGES)) / len(IMAGES))
+        widths = [SIZES[i][0] for row in IMAGES for i in row]
+        assert step["reward/width"] == pytest.approx(sum(widths) / len(IMAGES))
         assert step["mismatch/canary_greedy_abs_mean"] <= LIMIT and step["mismatch/canary_sampled_abs_mean"] <= LIMIT
     before, after = (
         AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model.visual.state_dict()
