@@ -362,7 +362,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
 
 def _first_row(config: Config, data: PromptSet | OfflineData) -> str:
     size = f"{len(data):,} {config.data.format}"
-    if isinstance(data, PromptSet) and data.images is not None:
+    if data.images is not None:
         size += f" with {len(data.images):,} distinct images"
     first = data[0]
     if not isinstance(first, Prompt) or not first.messages:
