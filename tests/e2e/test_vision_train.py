@@ -14,6 +14,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from megarl.run.diagnosis.comparison import first_different, table
+from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_config
+from megarl.run.diagnosis.side import SIDES
 from tests.e2e.run import MEGARL
 from tests.e2e.test_train import REWARD, metrics_of
 from tests.paths import BASE, ROOT
@@ -85,8 +88,9 @@ def train(recipe: Path, *overrides: str) -> Path:
 
 
 def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
-    """The samples of step 3, and the canaries after each refit, have the same log-probs in trainer and engine."""
-    run = train(write_recipe(tmp_path))
+    """The samples of step 3, and the canaries after each refit, have the same log-probs in trainer and engine. So have
+    all layers for a sample without images, also in transformers."""
+    run = train(write_recipe(tmp_path), "run.token_samples=24")
     steps = metrics_of(run)
     assert len(steps) == 3
     for step in steps:
@@ -101,6 +105,9 @@ def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
     )
     unchanged = [name for name, value in before.items() if torch.equal(value, after[name])]
     assert not unchanged
+    token_ids = find_rollout(run, 3, None).token_ids
+    stages = diagnose(read_config(run), token_ids, dict.fromkeys(SIDES, run / "model"), tmp_path)
+    assert len(stages) == 7 and first_different(stages) is None, table(stages)
     lines = (run / "rollouts" / "step_000003.jsonl").read_text().splitlines()
     shown = [image["thumbnail"] for line in lines for image in json.loads(line).get("prompt_images", [])]
     assert len(shown) == 4 * sum(map(len, IMAGES)) and all((run / "rollouts" / name).is_file() for name in shown)
