@@ -9,6 +9,7 @@ from pathlib import Path
 from megarl import report
 from megarl.cluster.groups.teachers import PlacedTeacher, scores_in_turn
 from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.image_files import attach_images, put_images
 from megarl.cluster.pending import join
 from megarl.cluster.rank_batch import put_sample
 from megarl.cluster.session import Session
@@ -86,9 +87,11 @@ def step(
 ) -> dict[str, float]:
     """Train on the next prompts_per_step rows and return the step's metrics."""
     watch = context.stopwatch()
-    items = context.take(config.batch.prompts_per_step)
-    assert isinstance(context.data, OfflineData), "expected responses, but the data contains prompts"
-    groups = [list(map(put_sample, context.data[item.row])) for item in items]
+    items, data = context.take(config.batch.prompts_per_step), context.data
+    assert isinstance(data, OfflineData), "expected responses, but the data contains prompts"
+    rows = [data[item.row] for item in items]
+    prompts = iter(put_images([sample.prompt for row in rows for sample in row], data.images))
+    groups = [[attach_images(put_sample(sample), next(prompts)) for sample in row] for row in rows]
     number = context.state.step
     metrics: Metrics = {}
     train_step = partial(train, config, trained.groups["actor"], teachers, groups, number)

@@ -43,6 +43,11 @@ class Prompt(HoldsArrays):
     def __hash__(self) -> int:
         return hash(self.id)
 
+    @property
+    def files(self) -> tuple[Any, ...]:
+        """PromptImage.file of each image."""
+        return tuple(image.file for image in self.images)
+
     def with_files(self, files: Sequence[Any]) -> Prompt:
         """Return the prompt with PromptImage.file set for each image. `files`: one value per image, in order."""
         if not self.images and not files:

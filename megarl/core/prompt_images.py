@@ -12,7 +12,8 @@ class PromptImage:
     replace.
 
     Attributes:
-        start: index of the first placeholder in the prompt's token ids.
+        start: index of the first placeholder in the token ids of the prompt. Images of a conversation may follow the
+            prompt; for these, it is the index in the token ids of the prompt and the response.
         num_tokens: number of placeholders.
         grid: numbers of patches in time (1), height and width.
         digest: SHA-256 of the encoded image.

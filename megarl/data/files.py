@@ -66,7 +66,7 @@ def file_rows(
             lack the column.
     """
     columns = (
-        _text("prompt", prompt_column) if image_column is None else _parts(prompt_column),
+        _prompt(prompt_column, image_column),
         Column("data.answer_column", answer_column, ANSWER_TYPE, _is_answer),
     )
     columns += tuple(
@@ -90,12 +90,12 @@ def file_rows(
                 if name == image_column:
                     raise UserError(
                         f"{path}:{number}: column {name!r} (data.image_column) contains encoded images, which are not "
-                        f"passed to reward functions. Fix: rename the function's parameter `{name}`, or store paths in "
-                        "the column"
+                        f"passed to reward functions as a column. Fix: rename the function's parameter `{name}` to "
+                        "prompt_images, which receives the decoded images, or store paths in the column"
                     )
                 raise _wrong_type(f"{path}:{number}", name, ANSWER_TYPE, value)
         prompt = _plain(column_of(record, prompt_column))
-        images = () if image_column is None else _images(record, image_column, prompt, f"{path}:{number}")
+        images = _images(record, image_column, prompt, f"{path}:{number}")
         yield Row(number, prompt, column_of(record, answer_column), values, images=images)
 
 
@@ -115,8 +115,10 @@ def _changed(record: Record, column: str, change: Callable[[Record, str], Record
     return {**record, outer: _changed(record[outer], inner, change)}
 
 
-def _images(record: Record, column: str, prompt: Content, place: str) -> tuple[Any, ...]:
-    """Return the images in a row's column."""
+def _images(record: Record, column: str | None, prompt: Content, place: str) -> tuple[Any, ...]:
+    """Return the images in a row's column, if the data has one."""
+    if column is None:
+        return ()
     if not (parts.has_own_images(prompt) and not has_column(record, column)):
         _require_columns(record, [Column("data.image_column", column, IMAGES_TYPE, parts.is_image)], place)
     value = column_of(record, column) if has_column(record, column) else None
@@ -136,20 +138,28 @@ def content_of(value: Any, column: str, place: str) -> Content | None:
     return _plain(value)
 
 
-def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
+def message_rows(path: Path, messages_column: str, image_column: str | None = None) -> Iterator[MessageRow]:
     """Yield the conversations in a file, after the same checks as in `file_rows`."""
-    column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_messages)
-    for number, [messages] in _values(path, (column,)):
-        yield MessageRow(number, as_messages(_plain(messages), "user"))
+    is_content = _is_text if image_column is None else parts.is_content
+    expected = MESSAGES_TYPE if image_column is None else PARTS_TYPE.removeprefix("text or ")
+    column = Column("data.messages_column", messages_column, expected, lambda value: _is_messages(value, is_content))
+    for number, record in _records(path, (column,), () if image_column is None else (image_column,)):
+        messages = as_messages(_plain(column_of(record, messages_column)), "user")
+        images = _images(record, image_column, messages, f"{path}:{number}")
+        yield MessageRow(number, messages, images=images)
 
 
 def preference_rows(
-    path: Path, prompt_column: str, chosen_column: str, rejected_column: str
+    path: Path, prompt_column: str, chosen_column: str, rejected_column: str, image_column: str | None = None
 ) -> Iterator[PreferenceRow]:
-    """Yield the preference pairs in a file, after the same checks as in `file_rows`."""
-    columns = (_text("prompt", prompt_column), _text("chosen", chosen_column), _text("rejected", rejected_column))
-    for number, [prompt, chosen, rejected] in _values(path, columns):
-        yield PreferenceRow(number, _plain(prompt), _plain(chosen), _plain(rejected))
+    """Yield the preference pairs in a file, after the same checks as in `file_rows`. Only prompts have images."""
+    responses = chosen_column, rejected_column
+    columns = (_prompt(prompt_column, image_column), _text("chosen", chosen_column), _text("rejected", rejected_column))
+    for number, record in _records(path, columns, () if image_column is None else (image_column,)):
+        prompt = _plain(column_of(record, prompt_column))
+        chosen, rejected = (_plain(column_of(record, name)) for name in responses)
+        images = _images(record, image_column, prompt, f"{path}:{number}")
+        yield PreferenceRow(number, prompt, chosen, rejected, images=images)
 
 
 def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column: str) -> Iterator[LabelRow]:
@@ -172,7 +182,11 @@ def _text(kind: str, name: str) -> Column:
     return Column(f"data.{kind}_column", name, PROMPT_TYPE, lambda value: _is_text(value) or _is_messages(value))
 
 
-def _parts(name: str) -> Column:
+def _prompt(name: str, image_column: str | None) -> Column:
+    """Return the column with prompts, whose messages may have parts if the data has images."""
+    if image_column is None:
+        return _text("prompt", name)
+
     def is_valid(value: Any) -> bool:
         return isinstance(value, str) or _is_messages(value, parts.is_content)
 

@@ -17,6 +17,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from megarl.core.errors import UserError
 from megarl.core.files import UnusableFile, open_regular
+from megarl.core.prompt import Prompt
 from megarl.data.images import ImageError, size_of
 
 MAX_FILE_BYTES = 2**28
@@ -105,6 +106,10 @@ class ImageFiles:
         if hashlib.sha256(file).hexdigest() != digest:
             raise UserError(f"{place}: the image has changed since the run started. Fix: restore the file")
         return file
+
+    def attach(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with its encoded images. Raise the errors of `read`."""
+        return prompt.with_files([self.read(image.digest) for image in prompt.images])
 
     def _copy(self, file: bytes) -> tuple[int, int]:
         """Append an image to the temporary file, and return its offset and size. Requires the lock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ from megarl.data.row import Content, as_messages
 
 MARKER = "<image>"
 """Text that stands for an image in a text prompt, or in a message whose content is text."""
+
+
+PLACEHOLDER = re.compile(r"(?:<\|vision_start\|>)?<\|image_pad\|>(?:<\|vision_end\|>)?")
+"""An image's placeholder in the text of a prompt, in the chat templates of all supported models."""
 
 
 def is_image(value: Any) -> bool:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.config.data_schema import Data
 from megarl.config.schema import Config
@@ -19,7 +19,7 @@ from megarl.data.chat import plain
 from megarl.data.image_files import ImageFiles, StoredImage, describe
 from megarl.data.image_parts import place_images
 from megarl.data.images import ImageError, ImageProcessor
-from megarl.data.row import Row
+from megarl.data.row import MessageRow, PreferenceRow, Row
 from megarl.data.sources import place_of
 from megarl.models.folder import read_config
 from megarl.models.multimodal import VISION
@@ -32,6 +32,8 @@ MAX_THREADS = 16
 """Maximum number of threads that decode images. Together they take up to about 3 GB (see LARGE_PIXELS)."""
 
 PROGRESS_S = 30.0
+
+AnyRow = TypeVar("AnyRow", Row, MessageRow, PreferenceRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,15 @@ class ImageRows:
         folders = [Path(os.path.abspath(folder)) for folder in data.image_folders]
         return cls(data, processor, shape.image_token, ImageFiles(folders))
 
-    def load(self, rows: Iterator[Row]) -> Iterator[Row]:
+    def load(self, rows: Iterator[AnyRow]) -> Iterator[AnyRow]:
         """Yield the rows, with LoadedImages in the order of their placeholders and with a part of type image for each
         of them. Raise a UserError that names the row if an image cannot be used, or if a row's placeholders do not
         match its images. Print the progress every PROGRESS_S seconds."""
         num_loaded, printed = 0, time.monotonic()
         with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "images") as pool:
             while batch := list(islice(rows, ROWS_AT_ONCE)):
-                yield from pool.map(self._load, batch)
+                loaded: Iterator[Any] = pool.map(self._load, batch)
+                yield from loaded
                 num_loaded += len(batch)
                 if time.monotonic() > printed + PROGRESS_S:
                     printed = time.monotonic()
@@ -125,17 +128,34 @@ class ImageRows:
             expanded += [token] * count
         return expanded, tuple(placed)
 
-    def _load(self, row: Row) -> Row:
+    def expand_masked(
+        self, token_ids: list[int], mask: list[bool], images: Sequence[LoadedImage], place: str
+    ) -> tuple[list[int], list[bool], tuple[PromptImage, ...]]:
+        """Return the same as `expand` for a prompt with responses, and the mask of its trained tokens, expanded in the
+        same way. Raise a UserError if a response contains an image."""
+        expanded, placed = self.expand(token_ids, images, place)
+        mask = list(mask)
+        for image in placed:
+            if mask[image.start]:
+                raise UserError(
+                    f"{place}: a message of the assistant contains an image, but responses are text. Fix: move the "
+                    "image to a message of another role, or drop the row"
+                )
+            mask[image.start : image.start + 1] = [False] * image.num_tokens
+        return expanded, mask, placed
+
+    def _load(self, row: AnyRow) -> AnyRow:
         place = place_of(row, self.data)
-        prompt, values = row.prompt, row.images
+        content, values = row.messages if isinstance(row, MessageRow) else row.prompt, row.images
         if self.data.chat_template:
             assert self.data.image_column is not None, "the data has no column with images"
-            prompt, values = place_images(prompt, values, self.data.image_column, place)
+            content, values = place_images(content, values, self.data.image_column, place)
         else:
-            plain(prompt, place)
+            plain(content, place)
         folder = Path(os.path.abspath(Path(row.source).expanduser())).parent
         loaded = tuple(self._loaded(value, folder, f"{place}: image {i}") for i, value in enumerate(values, start=1))
-        return replace(row, prompt=prompt, images=loaded)
+        name = "messages" if isinstance(row, MessageRow) else "prompt"
+        return replace(row, **{name: content, "images": loaded})
 
     def _loaded(self, value: str | bytes | Mapping[str, Any], folder: Path, place: str) -> LoadedImage:
         try:

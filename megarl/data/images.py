@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,26 @@ def decode(file: bytes) -> Image.Image:
 def size_of(file: bytes) -> tuple[int, int]:
     """Decode an image and return its width and height in pixels. Raise the errors of `decode`."""
     return _decoded(file, lambda image: image.size)
+
+
+def data_url(file: bytes) -> str:
+    """Return an encoded image as a data: URL for a server. PNG, JPEG and WebP files are passed on if a program that
+    ignores orientation, transparency and animation shows the same pixels as `decode`; others become PNG files."""
+    from PIL import ExifTags, Image
+
+    kind = None
+    with suppress(Exception), Image.open(io.BytesIO(file), formats=("JPEG", "PNG", "WEBP")) as image:
+        is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        is_opaque = image.mode in ("RGB", "L") and "transparency" not in image.info
+        if is_upright and is_opaque and not getattr(image, "is_animated", False):
+            kind = image.format
+    if kind is None:
+        stream, kind = io.BytesIO(), "PNG"
+        image = decode(file)
+        image.info.clear()  # Pillow would write the original file's transparency
+        image.save(stream, kind)
+        file = stream.getvalue()
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file).decode()}"
 
 
 def _decoded(file: bytes, convert: Callable[[Image.Image], T]) -> T:

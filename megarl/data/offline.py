@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,13 @@ from megarl.config.schema import Config
 from megarl.core.completion import VersionRun
 from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_labels, arithmetic_messages, arithmetic_preferences
 from megarl.data.chat import MARK, conversation, prompt_ids, render_text, response_span, with_response
 from megarl.data.files import label_rows, message_rows, preference_rows
+from megarl.data.image_files import ImageFiles
+from megarl.data.image_rows import ImageRows
 from megarl.data.prompts import require_chat_template, require_size, too_long
 from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, as_messages
 from megarl.data.sources import place_of, row_name, rows_of_files
@@ -49,12 +52,14 @@ class OfflineData:
     Attributes:
         rows: the samples of each row: one for a conversation or labeled steps, two for a preference pair, the chosen
             response first.
-        data_hash: SHA-256 over the token ids of all rows, in order, with their loss masks and labels.
+        data_hash: SHA-256 over the token ids of all rows, in order, with their loss masks, labels and images.
+        images: the encoded images of the rows; None without data.image_column.
     """
 
     rows: tuple[tuple[Sample, ...], ...]
     data_hash: str
     num_dropped: int
+    images: ImageFiles | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -69,24 +74,34 @@ def load_offline_data(config: Config, model_folder: Path) -> OfflineData:
     source and the row."""
     tokenizer = load_tokenizer(model_folder, date=config.data.date)
     require_chat_template(config, tokenizer, model_folder)
-    samples_by_row = list(_samples(config, tokenizer))
+    image_rows = ImageRows.of(config, model_folder)
+    samples_by_row = list(_samples(config, tokenizer, image_rows))
     rows = tuple(row for row in samples_by_row if row is not None)
     require_size(len(samples_by_row), len(rows), config.data)
-    return OfflineData(rows, _hash(rows), len(samples_by_row) - len(rows))
+    files = None if image_rows is None else image_rows.files
+    return OfflineData(rows, _hash(rows), len(samples_by_row) - len(rows), files)
 
 
-def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Sample, ...] | None]:
+def _samples(
+    config: Config, tokenizer: PreTrainedTokenizerBase, image_rows: ImageRows | None
+) -> Iterator[tuple[Sample, ...] | None]:
     """Yield the samples of each row; None for a row that is dropped."""
-    for row in islice(_rows(config), config.data.size):
-        place = place_of(row, config.data)
-        tokenize = _TOKENIZERS[type(row)]
-        tokenized_responses = tokenize(row, tokenizer, config, place)
-        longest = max(len(ids) for _, (ids, _), _ in tokenized_responses)
-        if too_long(longest, "the row", config, place):
-            yield None
-            continue
-        name = row_name(row, config.data)
-        yield tuple(_sample(name, number, *tokenized) for number, tokenized in enumerate(tokenized_responses))
+    rows: Iterator[Any] = islice(_rows(config), config.data.size)
+    for row in rows if image_rows is None else image_rows.load(rows):
+        place, name = place_of(row, config.data), row_name(row, config.data)
+        samples = []
+        for number, tokenized in enumerate(_TOKENIZERS[type(row)](row, tokenizer, config, place)):
+            num_prompt_tokens, (ids, mask), labels = tokenized
+            images: tuple[PromptImage, ...] = ()
+            if image_rows is not None:
+                ids, mask, images = image_rows.expand_masked(ids, mask, row.images, place)
+                for image in images:
+                    num_prompt_tokens += (image.num_tokens - 1) * (image.start < num_prompt_tokens)
+            samples.append(_sample(name, number, num_prompt_tokens, (ids, mask), labels, images))
+        longest = max(samples, key=lambda sample: sample.num_tokens)
+        num_image_tokens = sum(image.num_tokens for image in longest.prompt.images)
+        is_dropped = too_long(longest.num_tokens, "the row", config, place, num_image_tokens)
+        yield None if is_dropped else tuple(samples)
 
 
 def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow] | Iterator[LabelRow]:
@@ -95,12 +110,12 @@ def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow] | It
         readers = {"messages": arithmetic_messages, "labels": arithmetic_labels, "preferences": arithmetic_preferences}
         return readers[data.format](config.run.seed, data.size or DEFAULT_SIZE)
     if data.format == "messages":
-        return rows_of_files(data, lambda path: message_rows(path, data.messages_column))
+        return rows_of_files(data, lambda path: message_rows(path, data.messages_column, data.image_column))
     if data.format == "labels":
         columns = (data.prompt_column, data.steps_column, data.labels_column)
         return rows_of_files(data, lambda path: label_rows(path, *columns))
     columns = (data.prompt_column, data.chosen_column, data.rejected_column)
-    return rows_of_files(data, lambda path: preference_rows(path, *columns))
+    return rows_of_files(data, lambda path: preference_rows(path, *columns, data.image_column))
 
 
 def _conversation(row: MessageRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str) -> list[Tokenized]:
@@ -154,13 +169,20 @@ _TOKENIZERS = {MessageRow: _conversation, PreferenceRow: _pair, LabelRow: _steps
 """The function that tokenizes each type of row."""
 
 
-def _sample(prompt_id: str, number: int, num_prompt_tokens: int, tokens: Tokens, labels: Labels | None) -> Sample:
+def _sample(
+    prompt_id: str,
+    number: int,
+    num_prompt_tokens: int,
+    tokens: Tokens,
+    labels: Labels | None,
+    images: tuple[PromptImage, ...],
+) -> Sample:
     """Return a sample. Its text fields are empty, since they are not used."""
     ids, mask = tokens
     response = ids[num_prompt_tokens:]
     return Sample(
         id=f"{prompt_id}.{number}",
-        prompt=Prompt(prompt_id, "", np.array(ids[:num_prompt_tokens], np.int32)),
+        prompt=Prompt(prompt_id, "", np.array(ids[:num_prompt_tokens], np.int32), images=images),
         response_ids=np.array(response, np.int32),
         response_logprobs=np.zeros(len(response), np.float32),
         response_mask=np.array(mask[num_prompt_tokens:], np.bool_),
@@ -253,5 +275,6 @@ def _hash(rows: Sequence[Sequence[Sample]]) -> str:
             for sample in row
         ]
         tokens += [sample.labels.tolist() for sample in row if sample.labels is not None]
+        tokens += [[image.digest for image in sample.prompt.images] for sample in row if sample.prompt.images]
         digest.update(json.dumps(tokens).encode() + b"\n")
     return digest.hexdigest()

@@ -41,22 +41,25 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class MessageRow:
-    """A conversation whose assistant turns are trained on."""
+    """A conversation whose assistant turns are trained on. `images` is the same as in Row."""
 
     number: int
     messages: list[Message]
     source: str = ""
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceRow:
-    """A prompt and two responses, each given as text or as messages that continue the prompt."""
+    """A prompt and two responses, each given as text or as messages that continue the prompt. `images` is the same as
+    in Row."""
 
     number: int
     prompt: Content
     chosen: Content
     rejected: Content
     source: str = ""
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

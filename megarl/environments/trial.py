@@ -19,6 +19,7 @@ from megarl.core.latents import AnySample, Conditioning, LatentSample
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
 from megarl.core.score import Score
+from megarl.data.image_files import ImageFiles
 from megarl.environments.batch import judge_batch, judge_single
 from megarl.rewards import judge
 from megarl.rewards.pool import FunctionPool
@@ -50,9 +51,12 @@ class Failure:
     is_infrastructure: bool
 
 
-def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> dict[str, float]:
+def try_rewards(
+    config: Config, pool: FunctionPool, prompts: Sequence[Prompt], images: ImageFiles | None = None
+) -> dict[str, float]:
     """Score the answer, an empty response and a wrong one for the first row to which each function applies. For an
     image model, score a flat image and a noise image. Return the rewards of the first responses by function name.
+    `images` has the images in prompts, if there are any.
 
     Raise UserError with a line and a stack trace for each reward function that fails on one of them. Only print a
     warning if the infrastructure caused the failure, or if rewards.failure_limit permits it. A limit above 0 permits
@@ -60,7 +64,8 @@ def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -
     limit = config.rewards.failure_limit
     rewards: dict[str, float] = {}
     failures: dict[str, Failure] = {}
-    for prompt, functions in _first_rows(config, pool, prompts):
+    for bare, functions in _first_rows(config, pool, prompts):
+        prompt = bare if images is None else images.attach(bare)
         for response, description in _responses(config, prompt):
             if functions <= failures.keys():
                 break  # do not wait for rewards.timeout_s per response if functions hang
@@ -68,7 +73,7 @@ def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -
             failures |= {name: failure for name, failure in failed.items() if name not in failures}
             rewards |= {name: part for name, part in score.parts.items() if name not in rewards | failures}
     answers_fail = any(failure.response == ANSWER for failure in failures.values())
-    answers_may_fail = limit > 0 and answers_fail and not _exceeds_limit(config, pool, prompts)
+    answers_may_fail = limit > 0 and answers_fail and not _exceeds_limit(config, pool, prompts, images)
     errors: list[str] = []
     for failure in failures.values():
         line = f"{failure.message} (megarl used {failure.response} in this trial)"
@@ -102,9 +107,9 @@ def _responses(config: Config, prompt: Prompt) -> list[tuple[str | NDArray[np.ui
     return list((answer | {"": "an empty response", WRONG: f"the wrong response {WRONG!r}"}).items())
 
 
-def _exceeds_limit(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> bool:
+def _exceeds_limit(config: Config, pool: FunctionPool, prompts: Sequence[Prompt], images: ImageFiles | None) -> bool:
     """Return whether scoring fails for more than rewards.failure_limit of the first rows' answers."""
-    rows = prompts[:MAX_ROWS]
+    rows = prompts[:MAX_ROWS] if images is None else [images.attach(prompt) for prompt in prompts[:MAX_ROWS]]
     samples = [_sample(prompt, _reference(prompt)) for prompt in rows]
     failed = [_try_response(config, pool, sample, ANSWER)[0].failure is not None for sample in samples]
     return sum(failed) > config.rewards.failure_limit * len(rows)

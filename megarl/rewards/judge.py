@@ -9,6 +9,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
+from megarl.rewards.options import PROMPT_IMAGE_FILES
 from megarl.rewards.result import Result
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Comparison:
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        return self.first.prompt.columns
+        return {**self.first.prompt.columns, PROMPT_IMAGE_FILES: self.first.prompt.files}
 
 
 def comparisons(samples: Sequence[Sample], order: Order, seed: int) -> list[Comparison]:

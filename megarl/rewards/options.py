@@ -18,6 +18,15 @@ NUM_ARGUMENTS = len(SINGLE)
 NUM_TOKENS = "num_response_tokens"
 """Name of the parameter that receives the number of response tokens instead of a data column."""
 
+PROMPT_IMAGES = "prompt_images"
+"""Name of the parameter that receives the images in the prompt instead of a data column: a tuple of RGB PIL images, in
+the order of their placeholders."""
+
+PROMPT_IMAGE_FILES = "prompt_image_files"
+"""Name of the parameter that receives the same images as encoded files, a tuple of bytes."""
+
+PROVIDED = (NUM_TOKENS, PROMPT_IMAGES, PROMPT_IMAGE_FILES)
+"""Names of parameters whose values come from the run instead of the data."""
 
 CHECK_ROW = "check_row"
 """Name of the attribute of a built-in function, or of the method of a built-in class, that checks a data row before the

@@ -20,7 +20,7 @@ from megarl.core.outage import Outage
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
 from megarl.rewards.judge import NAME
-from megarl.rewards.options import NUM_TOKENS
+from megarl.rewards.options import NUM_TOKENS, PROMPT_IMAGE_FILES
 from megarl.rewards.registry import require_response_kind
 from megarl.rewards.result import Result
 from megarl.usercode.child_process import IMPORT_S, ChildFailure, ChildProcess, group_sizes, new_number
@@ -98,13 +98,15 @@ class FunctionPool:
         """Names of the functions that take whole batches."""
         self.row_checks: dict[str, list[str]] = {}
         """Functions that check data rows, mapped to the data columns that their checks use."""
+        self.image_functions: list[str] = []
+        """Names of the functions that receive the images in prompts."""
         try:
             for child in self._children:
                 self._send_arguments(child)
             for started in list(self._children):
                 child, ready = self._load_or_replace(started)
                 self.columns, self.batch_functions = ready["columns"], ready["batch_functions"]
-                self.row_checks = ready["row_checks"]
+                self.row_checks, self.image_functions = ready["row_checks"], ready["image_functions"]
                 self._idle.put(child)
         except BaseException:
             self._kill_all()
@@ -121,9 +123,10 @@ class FunctionPool:
     def call(self, function: str, *arguments: Any, columns: Mapping[str, Any] = NO_COLUMNS) -> Future[Result]:
         """Call the function as soon as a process is free. Calls start in the order of submission. The function receives
         the data row's columns that its parameters name."""
+        row = self._sent(function, columns)
 
         def results(_: Sequence[int]) -> list[Result]:
-            return [Result(**self._run(function, arguments, dict(columns)))]
+            return [Result(**self._run(function, arguments, row))]
 
         return self._threads.submit(lambda: self._repeat(function, results, 1)[0])
 
@@ -140,7 +143,7 @@ class FunctionPool:
             responses: texts, or RGB images as uint8 [height, width, 3].
             columns: the data columns of each sample; None uses the columns of its prompt.
         """
-        rows = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
+        rows = [self._sent(function, row) for row in ([p.columns for p in prompts] if columns is None else columns)]
 
         def results(indices: Sequence[int]) -> list[Result]:
             batch = [prompts[i] for i in indices]
@@ -149,6 +152,11 @@ class FunctionPool:
             return [Result(**fields) for fields in reply.get("results", [reply] * len(batch))]
 
         return self._threads.submit(lambda: self._repeat(function, results, len(prompts)))
+
+    def _sent(self, function: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns to send to a function: images only if it receives them."""
+        is_shown = function in self.image_functions
+        return {name: value for name, value in columns.items() if is_shown or name != PROMPT_IMAGE_FILES}
 
     def _repeat(
         self, function: str, call: Callable[[Sequence[int]], Sequence[Result]], num_samples: int
@@ -295,9 +303,10 @@ def function_pool(config: Config, num_processes: int, outage_s: float | None = N
 
 
 def columns_of(sample: AnySample) -> dict[str, Any]:
-    """Return the values that functions may use: the data row's columns and, for a text, the number of its tokens."""
+    """Return the values that functions may use: the data row's columns, the prompt's encoded images and, for a text,
+    the number of its tokens."""
     tokens = {NUM_TOKENS: len(sample.response_ids)} if isinstance(sample, Sample) else {}
-    return {**sample.prompt.columns, **tokens}
+    return {**sample.prompt.columns, PROMPT_IMAGE_FILES: sample.prompt.files, **tokens}
 
 
 def _start_child() -> ChildProcess:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import Sequence
+from functools import cache, partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.text import encodable
+from megarl.data.image_parts import PLACEHOLDER
+from megarl.data.images import data_url
+from megarl.rewards.options import BATCH
 from megarl.rewards.rating import TEMPLATE, question, rating, require_answer
 from megarl.rewards.result import TRUNCATED, UNRATED, WORST_RATING, Rating
 from megarl.usercode.failures import ServiceUnavailable
@@ -60,6 +66,7 @@ class GenerativeJudge:
         retries: int = 2,
         max_tokens: int = 1024,
         temperature: float = 0.0,
+        images: bool = True,
     ):
         """Create the function with its options.
 
@@ -73,6 +80,7 @@ class GenerativeJudge:
             concurrency: maximum number of concurrent requests.
             retries: number of retries after a failed connection, or after a response with status 429 or at least 500,
                 before the server counts as unavailable.
+            images: whether the judge receives the images in prompts. If not, it sees their placeholders.
         """
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(
@@ -94,12 +102,20 @@ class GenerativeJudge:
         self._question = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self._template, self._scale = template, scale
         self._timeout_s, self._concurrency, self._retries = timeout_s, concurrency, retries
+        if not images:  # do not receive them
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in BATCH])
 
     def check_row(self, answer: Any) -> None:
         require_answer(self._template, answer)
 
     async def __call__(
-        self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[Any]
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        answers: Sequence[Any],
+        *,
+        prompt_image_files: Sequence[Sequence[bytes]] | None = None,
     ) -> list[float | BaseException]:
         """Return the reward of each response, or an exception if scoring it failed."""
         import httpx
@@ -107,51 +123,59 @@ class GenerativeJudge:
         limits = httpx.Limits(max_connections=self._concurrency)
         slots = asyncio.Semaphore(self._concurrency)
         outage: ServiceUnavailable | None = None
+        url_of = cache(data_url)  # the responses to a prompt have the same images
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, limits=limits) as client:
 
-            async def reward(*fields: Any) -> Rating:
+            async def reward(files: Sequence[bytes], *fields: Any) -> Rating:
                 nonlocal outage
                 async with slots:
                     if outage is not None:  # waiting again for each sample would exceed the timeout
                         raise outage
                     try:
-                        return await self._rate(client, *fields)
+                        return await self._rate(client, [url_of(file) for file in files], *fields)
                     except ServiceUnavailable as error:
                         outage = error
                         raise
 
-            samples = zip(prompts, responses, answers, strict=True)
+            samples = zip(prompt_image_files or [()] * len(prompts), prompts, responses, answers, strict=True)
             return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
-    async def _rate(self, client: httpx.AsyncClient, prompt: str, response: str, answer: Any) -> Rating:
-        """Return the rating of a response. Raise the same errors as `_ask`."""
+    async def _rate(
+        self, client: httpx.AsyncClient, images: Sequence[str], prompt: str, response: str, answer: Any
+    ) -> Rating:
+        """Return the rating of a response. Raise the same errors as `_ask`. `images`: data: URLs."""
         rejection: Rejected | None = None
+        ask = partial(self._ask, client, images)
+        if images:
+            numbers = count(1)
+            prompt = PLACEHOLDER.sub(lambda _: f"[image {next(numbers)}]", prompt)
         for part in dict.fromkeys(response[: len(response) // n] for n in PARTS):
             try:
-                text = await self._ask(client, question(self._template, prompt, part, answer))
+                text = await ask(question(self._template, prompt, part, answer))
             except Rejected as error:
                 rejection = rejection or error
                 continue
             except Unanswered as error:
                 # Ask about an empty response, which raises an error if the server is at fault.
-                await self._ask(client, question(self._template, prompt, "", answer))
+                await ask(question(self._template, prompt, "", answer))
                 return Rating(WORST_RATING, {UNRATED: str(error), TRUNCATED: None})
             rated = rating(text, self._scale)
             return Rating(rated, {**rated.issues, TRUNCATED: None if rejection is None else str(rejection)})
         assert rejection is not None, "the loop tries at least one part"
         try:
-            await self._ask(client, question(self._template, prompt, "", answer))
+            await ask(question(self._template, prompt, "", answer))
         except Rejected:
-            raise rejection from None
+            fix = ". Fix: use a judge that accepts images, or set options.images=false" if images else ""
+            raise Rejected(f"{rejection}{fix}") from None
         return Rating(WORST_RATING, {UNRATED: str(rejection), TRUNCATED: None})
 
-    async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
+    async def _ask(self, client: httpx.AsyncClient, images: Sequence[str], text: str) -> str:
         """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, Unanswered if the question
         may have caused the failure, Rejected if the server rejects the question, and a ValueError that quotes the
         server's response if it contains no answer."""
         import httpx
 
-        body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
+        body, failure = self._question | {"messages": [{"role": "user", "content": _question(images, text)}]}, ""
         kind = ServiceUnavailable
         for attempt in range(self._retries + 1):
             if attempt:
@@ -175,6 +199,15 @@ class GenerativeJudge:
             if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
                 kind = Unanswered
         raise kind(f"{self._url} {failure}")
+
+
+def _question(images: Sequence[str], text: str) -> str | list[dict[str, Any]]:
+    """Return the content of a message with these images, given as data: URLs, followed by the text. Placeholders in the
+    text are replaced, because a server could take them for images of its own."""
+    if not images:
+        return text
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return [*parts, {"type": "text", "text": PLACEHOLDER.sub("[image]", text)}]
 
 
 def _content(response: httpx.Response) -> str:

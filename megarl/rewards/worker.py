@@ -1,8 +1,8 @@
 """The worker process of a `FunctionPool`. It calls user functions and can be killed at any time.
 
 It sends the name of each function that it imports, then the data columns that the functions use and the names of the
-functions that take whole batches. Then it receives pickled calls `(id, name, arguments, columns)` and sends one message
-with the same `id` per call. `columns` is None in a request to check data rows.
+functions that take whole batches or images. Then it receives pickled calls `(id, name, arguments, columns)` and sends
+one message with the same `id` per call. `columns` is None in a request to check data rows.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import numbers
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from io import BufferedRWPair
 from typing import Any
 
 from megarl.core.errors import UserError, install_extra
 from megarl.data.files import ALL_COLUMNS
+from megarl.data.images import decode
 from megarl.rewards import judge as judges
-from megarl.rewards.options import CHECK_ROW, NUM_TOKENS
+from megarl.rewards.options import CHECK_ROW, NUM_TOKENS, PROMPT_IMAGE_FILES, PROMPT_IMAGES, PROVIDED
 from megarl.rewards.registry import FUNCTIONS, column_parameters, from_file, resolve, takes_batches
 from megarl.rewards.result import Rating
 from megarl.sandbox.choice import find_provider
@@ -94,6 +95,9 @@ def main(
             "columns": _required_by(used_columns),
             "batch_functions": batch_functions,
             "row_checks": {label: list(column_parameters(check, 1)) for label, check in row_checks.items()},
+            "image_functions": [
+                name for name, columns in used_columns.items() if {PROMPT_IMAGES, PROMPT_IMAGE_FILES} & columns.keys()
+            ],
         },
     )
     while True:
@@ -103,10 +107,14 @@ def main(
             return
         if columns is None:
             reply = check_rows(row_checks[name], arguments)
-        elif name in batch_functions:
-            reply = call_batch(loaded[name], arguments, _batch_keywords(used_columns[name], columns))
         else:
-            reply = call(loaded[name], arguments, _keywords(used_columns[name], columns))
+            scored, named = (call_batch, _batch_keywords) if name in batch_functions else (call, _keywords)
+            try:
+                keywords = named(used_columns[name], columns)
+            except Exception as error:  # such as too little memory for the images
+                reply = _failure(error)
+            else:
+                reply = scored(loaded[name], arguments, keywords)
         send(parent, {"id": number, **reply})
 
 
@@ -116,25 +124,33 @@ def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, st
     for function, columns in used_columns.items():
         for column, required in columns.items():
             required_by[column] = function if required else required_by.get(column)
-    required_by.pop(NUM_TOKENS, None)  # the run provides it, not the data
-    return required_by
+    return {name: function for name, function in required_by.items() if name not in PROVIDED}
 
 
 def _keywords(used_columns: Mapping[str, bool], columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments for a call."""
-    keywords = {name: columns[name] for name in used_columns if name in columns}
+    values = {PROMPT_IMAGE_FILES: (), **columns}
+    if PROMPT_IMAGES in used_columns:
+        values[PROMPT_IMAGES] = tuple(map(decode, values[PROMPT_IMAGE_FILES]))
+    keywords = {name: values[name] for name in used_columns if name in values}
     return keywords | ({ALL_COLUMNS: _row(columns)} if ALL_COLUMNS in used_columns else {})
 
 
 def _row(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data row's columns, without values that the run provides."""
-    return {name: value for name, value in columns.items() if name != NUM_TOKENS}
+    return {name: value for name, value in columns.items() if name not in (NUM_TOKENS, PROMPT_IMAGE_FILES)}
 
 
 def _batch_keywords(used_columns: Mapping[str, bool], rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the keyword arguments for a batch call: a list per column, with None for rows without the column."""
-    names = [name for name in used_columns if any(name in row for row in rows)]
-    keywords = {name: [row.get(name) for row in rows] for name in names}
+    """Return the keyword arguments for a batch call: a list per column, with None for rows without the column. Rows
+    with the same image share the decoded image."""
+    values: list[dict[str, Any]] = [{PROMPT_IMAGE_FILES: (), **row} for row in rows]
+    if PROMPT_IMAGES in used_columns:
+        decode_once = cache(decode)
+        for row in values:
+            row[PROMPT_IMAGES] = tuple(map(decode_once, row[PROMPT_IMAGE_FILES]))
+    names = [name for name in used_columns if any(name in row for row in values)]
+    keywords = {name: [row.get(name) for row in values] for name in names}
     return keywords | ({ALL_COLUMNS: [_row(row) for row in rows]} if ALL_COLUMNS in used_columns else {})
 
 

@@ -100,7 +100,7 @@ def preflight(config: Config) -> Preflight:
             trial = None
             if isinstance(data, PromptSet):
                 attempt(_check_rows, config, pool, data)
-                trial = None if pool is None else attempt(try_rewards, config, pool, data.prompts)
+                trial = None if pool is None else attempt(try_rewards, config, pool, data.prompts, data.images)
                 if models is not None:
                     attempt(_check_readability, config, models, data)
         evaluation = None if models is None else attempt(load_evaluation_sets, config, models.actor)
@@ -128,7 +128,7 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
             prompts = _load_prompts(set_config, model_folder, pool)
             _check_rows(set_config, pool, prompts)
             if pool is not None:
-                try_rewards(set_config, pool, prompts.prompts)
+                try_rewards(set_config, pool, prompts.prompts, prompts.images)
         if set_config.has_environment:
             _check_environment(set_config, model_folder)
     except UserError as error:
@@ -362,7 +362,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
 
 def _first_row(config: Config, data: PromptSet | OfflineData) -> str:
     size = f"{len(data):,} {config.data.format}"
-    if isinstance(data, PromptSet) and data.images is not None:
+    if data.images is not None:
         size += f" with {len(data.images):,} distinct images"
     first = data[0]
     if not isinstance(first, Prompt) or not first.messages:

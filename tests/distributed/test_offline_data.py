@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -248,9 +248,11 @@ def models(folder, tmp_path_factory) -> dict[str | None, Path]:
 def train(store, rank: int, config: Config, folder: Path) -> RankResult:
     """Run two updates, each on half of the file's rows, in order."""
     worker = worker_class(config, "actor")(config, folder, rank, store, threads=1)
-    rows = load_offline_data(config, folder).rows
+    data = load_offline_data(config, folder)
     for number in (0, 1):
-        chosen = [sample for row in rows[number * ROWS // 2 :][: ROWS // 2] for sample in row]
+        chosen = [sample for row in data.rows[number * ROWS // 2 :][: ROWS // 2] for sample in row]
+        if data.images is not None:
+            chosen = [replace(sample, prompt=data.images.attach(sample.prompt)) for sample in chosen]
         handed_out = dispatch(config, [scored_sample(sample) for sample in chosen], worker.packing)
         batch = local_batch(handed_out[worker.data_parallel_rank])
         if isinstance(worker, ActorWorker) and config.has_reference:

@@ -14,6 +14,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from megarl.run.diagnosis.comparison import first_different, table
+from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_config
+from megarl.run.diagnosis.side import SIDES
 from tests.e2e.run import MEGARL
 from tests.e2e.test_train import REWARD, metrics_of
 from tests.paths import BASE, ROOT
@@ -22,15 +25,24 @@ from tests.tiny_vision import build
 
 pytestmark = pytest.mark.slow
 
+SIZES = ((64, 64), (90, 40), (50, 100))
 IMAGES = ([0], [1, 2], [], [2], [0, 0, 1], [1])
 """The images of each row, which share files."""
 LIMIT = 1e-5
+FUNCTIONS = """
+def num_images(prompt, response, answer, prompt_images):
+    return len(prompt_images)
+
+def width(prompts, responses, answers, prompt_images):
+    return [sum(image.width for image in images) for images in prompt_images]
+"""
 
 
 def write_recipe(folder: Path, *keys: str) -> Path:
     build(folder / "model", "qwen3_vl")
+    (folder / "rewards.py").write_text(FUNCTIONS)
     rng = np.random.default_rng(0)
-    for i, (width, height) in enumerate(((64, 64), (90, 40), (50, 100))):
+    for i, (width, height) in enumerate(SIZES):
         Image.fromarray(rng.integers(256, size=(height, width, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     rows = [
         {
@@ -52,7 +64,12 @@ def write_recipe(folder: Path, *keys: str) -> Path:
                 "rollout": {"max_new_tokens": 8, "context_length": 128, "kv_cache_gib": 0.05, "threads": 1},
                 "batch": {"prompts_per_step": 6, "samples_per_prompt": 4, "prompts_per_update": 6},
                 "data": {"source": str(folder / "data.jsonl"), "image_column": "images"},
-                "rewards": {"functions": [{"function": f"{REWARD}:digit_share"}]},
+                "rewards": {
+                    "functions": [
+                        {"function": f"{REWARD}:digit_share"},
+                        *({"function": f"{folder}/rewards.py:{name}"} for name in ("num_images", "width")),
+                    ]
+                },
                 "logprob_check": {"canaries": "refits"},
                 "cluster": {"object_store_mib": 80},
             }
@@ -71,12 +88,16 @@ def train(recipe: Path, *overrides: str) -> Path:
 
 
 def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
-    """The samples of step 3, and the canaries after each refit, have the same log-probs in trainer and engine."""
-    run = train(write_recipe(tmp_path))
+    """The samples of step 3, and the canaries after each refit, have the same log-probs in trainer and engine. So have
+    all layers for a sample without images, also in transformers."""
+    run = train(write_recipe(tmp_path), "run.token_samples=24")
     steps = metrics_of(run)
     assert len(steps) == 3
     for step in steps:
         assert step["mismatch/logprob_abs_max"] <= LIMIT
+        assert step["reward/num_images"] == pytest.approx(sum(map(len, IMAGES)) / len(IMAGES))
+        widths = [SIZES[i][0] for row in IMAGES for i in row]
+        assert step["reward/width"] == pytest.approx(sum(widths) / len(IMAGES))
         assert step["mismatch/canary_greedy_abs_mean"] <= LIMIT and step["mismatch/canary_sampled_abs_mean"] <= LIMIT
     before, after = (
         AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model.visual.state_dict()
@@ -84,6 +105,9 @@ def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
     )
     unchanged = [name for name, value in before.items() if torch.equal(value, after[name])]
     assert not unchanged
+    token_ids = find_rollout(run, 3, None).token_ids
+    stages = diagnose(read_config(run), token_ids, dict.fromkeys(SIDES, run / "model"), tmp_path)
+    assert len(stages) == 7 and first_different(stages) is None, table(stages)
     lines = (run / "rollouts" / "step_000003.jsonl").read_text().splitlines()
     shown = [image["thumbnail"] for line in lines for image in json.loads(line).get("prompt_images", [])]
     assert len(shown) == 4 * sum(map(len, IMAGES)) and all((run / "rollouts" / name).is_file() for name in shown)

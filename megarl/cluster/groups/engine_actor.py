@@ -84,13 +84,16 @@ class EngineProcess(ReplicaActor):
     async def generate(self, requests: Requests, listener: ActorHandle | None) -> list[TimedResult | AnySample | None]:
         """Return the samples' metadata, then the parts of each sample, each as a separate return value: return values
         outlive the process, unlike objects that the process puts into the object store. The listener receives the
-        parts for rewards as samples finish. An aborted call returns Aborted in place of the metadata."""
+        parts for rewards, and references to the prompts' images, as samples finish. An aborted call returns Aborted in
+        place of the metadata."""
         begin = time.time()
+        images = {request.sample_id: request.prompt.files for request in requests if request.prompt.images}
 
         def report(samples: list[AnySample]) -> None:
             call.num_tokens += sum(sample.num_sampled for sample in samples)
             if listener is not None:
-                listener.begin.remote([self.parts(sample)[-1] for sample in samples])
+                refs = {sample.id: images[sample.id] for sample in samples if sample.id in images}
+                listener.begin.remote([self.parts(sample)[-1] for sample in samples], refs)
 
         async def generated() -> list[AnySample]:
             return await self._worker.generate(await get_images(requests), report)

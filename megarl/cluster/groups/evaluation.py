@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megarl.cluster.image_files import fetch_images
 from megarl.cluster.rank_batch import with_images
 from megarl.config.evaluation import config_of_set
 from megarl.config.schema import Config
@@ -45,6 +46,8 @@ class SetScorer:
     ) -> list[Score]:
         """Score each sample with the results for its whole rollout, and write the samples as text to a JSONL file."""
         judged = [sample for sample in samples if is_judged(sample)]
+        if self._pool.image_functions:
+            judged = await fetch_images(judged, images)
         judging = asyncio.gather(*(judge_single(self._pool, self._single, sample) for sample in judged))
         single, batch = await asyncio.gather(judging, judge_batch(self._pool, judged))
         by_rollout: dict[str, dict[str, Result]] = {}

@@ -18,6 +18,7 @@ from megarl.cluster.groups.evaluation import NO_IMAGES, EvaluationScorer, Prompt
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
+from megarl.cluster.image_files import fetch_images
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import Scores, get_samples, get_scores, put_sample, put_scores, with_images
@@ -58,8 +59,8 @@ class RewardActor(AsyncProcessActor):
     async def start(self, config: Config, models: ModelFolders) -> None:
         self._worker = RewardWorker(config, models, self._process.threads)
 
-    async def begin(self, samples: Sequence[Sample]) -> None:
-        self._worker.receive(samples)
+    async def begin(self, samples: Sequence[Sample], images: PromptImages = NO_IMAGES) -> None:
+        self._worker.receive(samples, images)
 
     async def forget(self, rollout_ids: Collection[str]) -> None:
         self._worker.forget(rollout_ids)
@@ -92,6 +93,7 @@ class RewardWorker:
         self._functions = [entry.label for entry in rewards.functions]
         self._pool = function_pool(config, num_processes)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
+        self._single_see_images = any(name in self._pool.image_functions for name in self._single_functions)
         self._append = partial(append_rollouts, decode=lambda ids: self._decoder(ids), fetch=_fetch_images)
         self._evaluation = EvaluationScorer(config, num_processes, self._append)
         teachers = config.teachers.models if config.teachers_see_feedback else []
@@ -104,25 +106,32 @@ class RewardWorker:
             self._reader = reader = model_reader(config, folder, models.actor)
             self._model_score = classifier_reward(config, folder, reader)
 
-    def receive(self, samples: Sequence[Sample]) -> None:
+    def receive(self, samples: Sequence[Sample], images: PromptImages = NO_IMAGES) -> None:
         """Start scoring samples that have just been sampled. Ignore samples that were already scored or dropped,
-        because an engine's message may arrive after the driver's request for scores."""
+        because an engine's message may arrive after the driver's request for scores. If a function needs images that
+        are not in `images`, the sample is scored in `score`."""
         samples = [sample for sample in samples if sample.rollout_id not in self._ended]
         for sample in samples:
-            if is_judged(sample):
-                self.begin(sample)
+            is_ready = sample.id in images or not (self._single_see_images and sample.prompt.images)
+            if is_judged(sample) and is_ready:
+                self.begin(sample, images)
         for group in self._finished.add(samples):
-            if self._single_functions:
-                calls = {sample.rollout_id: self._begun[sample.rollout_id][1] for sample in filter(is_judged, group)}
-                self._finished.record(group, calls)
+            names = [sample.rollout_id for sample in group if is_judged(sample)]
+            if self._single_functions and self._begun.keys() >= set(names):
+                self._finished.record(group, {name: self._begun[name][1] for name in names})
 
-    def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
+    def begin(self, sample: Sample, images: PromptImages = NO_IMAGES) -> asyncio.Task[dict[str, Result]]:
         """Start scoring a sample with the reward functions. An equal sample of the same rollout is scored only once."""
         begun, task = self._begun.get(sample.rollout_id, (None, None))
         if task is None or begun != sample:
-            task = asyncio.create_task(judge_single(self._pool, self._single_functions, sample))
+            task = asyncio.create_task(self._judge_single(sample, images))
             self._begun[sample.rollout_id] = sample, task
         return task
+
+    async def _judge_single(self, sample: Sample, images: PromptImages) -> dict[str, Result]:
+        if self._single_see_images:
+            [sample] = await fetch_images([sample], images)
+        return await judge_single(self._pool, self._single_functions, sample)
 
     def forget(self, rollout_ids: Collection[str]) -> None:
         """Cancel the scoring of samples from dropped rollouts."""
@@ -164,10 +173,11 @@ class RewardWorker:
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
         judged = [sample for sample in samples if is_judged(sample)]
-        tasks = [self.begin(sample) for sample in judged]
+        tasks = [self.begin(sample, images) for sample in judged]
         self._end(sample.rollout_id for sample in samples)
+        shown = await fetch_images(judged, images) if self._pool.image_functions else judged
         # Batch reward functions need all samples at once.
-        verdicts, batch_results = await asyncio.gather(self._verdicts(judged), judge_batch(self._pool, judged))
+        verdicts, batch_results = await asyncio.gather(self._verdicts(shown), judge_batch(self._pool, shown))
         by_rollout: dict[str, dict[str, Result]] = {}
         for sample, task, batch_rewards in zip(judged, tasks, batch_results, strict=True):
             results = {**(await task), **batch_rewards}

@@ -111,7 +111,8 @@ def images_exclude_text_only_models(config: Config) -> Iterator[str]:
     if config.has_image_prompts and config.has_reward_model:
         yield (
             f"reward_model.path={config.reward_model.path}: the reward model does not see the images of prompts. Fix: "
-            "set reward_model.path=null and score responses with rewards.functions"
+            "set reward_model.path=null and score responses with rewards.functions, such as generative_judge, which "
+            "receives the images"
         )
 
 

@@ -92,7 +92,6 @@ KEY_REQUIREMENTS = (
             "data.weight_column": None,
             "data.solved_weight": None,
             "data.source_weights": {},
-            "data.image_column": None,
         },
     ),
     _if_equal("rollout.engine=diffusers", {"rollout.denoising": BASE, "algorithm.objective.step_weight": "none"}),
@@ -296,6 +295,11 @@ KEY_REQUIREMENTS = (
     ),
     KeyRequirement("data.source=FILE", lambda config: config.data.source != "arithmetic", {"data.source_column": None}),
     KeyRequirement("data.source=FILE", lambda config: not config.data.is_procedural, {"data.image_column": None}),
+    KeyRequirement(
+        "data.format=prompts (or messages or preferences)",
+        lambda config: config.data.format != "labels",
+        {"data.image_column": None},
+    ),
     KeyRequirement(
         "data.source=FILE",
         lambda config: not config.data.is_procedural or config.data.reasoning_task is not None,

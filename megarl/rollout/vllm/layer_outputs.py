@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from megarl.config.schema import Config
+from megarl.rollout.vllm import multimodal_models
 from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
 
@@ -22,10 +23,12 @@ def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int]) -> dic
     """Return the outputs in order of computation: stage -> float32 [T − 1, hidden] for all tokens except the last. The
     last stage, "log-probs", is float32 [T − 2]: the log-probs of all tokens except the first and the last. `config`
     must describe a single-rank engine that loads its weights from the model folder."""
+    model, pixels = config.model, (config.data.min_pixels, config.data.max_pixels) if config.model.vision else None
     arguments = rollout_arguments(
-        config.rollout, folder, config.model.dtype, config.run.seed, head_dtype=config.model.head_dtype
+        config.rollout, folder, model.dtype, config.run.seed, head_dtype=model.head_dtype, pixels=pixels
     )
     arguments["enforce_eager"] = True  # compiled layers do not call hooks
+    multimodal_models.install()  # vLLM inspects the model's class before it imports the worker's extension
     engine = LLM(**arguments)
     engine.collective_rpc(_register_hooks)
     context = list(token_ids[:-1])
@@ -39,7 +42,8 @@ def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int]) -> dic
 
 def _register_hooks(worker: Any) -> None:
     """Register hooks that record the output of each layer's first call."""
-    model, outputs = worker.model_runner.get_model().model, {}
+    whole, outputs = worker.model_runner.get_model(), {}
+    model = getattr(whole, "language_model", whole).model
     worker.layer_outputs = outputs
 
     def keep(stage: str, adds_residual: bool = False) -> Callable[..., None]:

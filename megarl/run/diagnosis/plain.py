@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megarl.models.families import TRANSFORMERS_TYPES
 from megarl.models.folder import read_config
+from megarl.models.multimodal import VISION
 
 
 @torch.no_grad()
@@ -19,7 +20,9 @@ def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarra
     """Return the outputs of each stage in the order of the forward pass. The last stage contains the log-probs of all
     tokens except the first, as float32 [T − 1]. Each of the preceding stages contains hidden states for all tokens
     except the last, as float32 [T − 1, hidden]."""
-    model = load_plain(AutoModelForCausalLM, folder, dtype=torch.float32)
+    has_vision = VISION in read_config(folder)
+    whole = load_plain(AutoModelForImageTextToText if has_vision else AutoModelForCausalLM, folder, dtype=torch.float32)
+    model = whole.model.language_model if has_vision else whole.model
     outputs: dict[str, np.ndarray] = {}
 
     def keep(stage: str) -> Callable[..., None]:
@@ -29,12 +32,12 @@ def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarra
 
         return hook
 
-    model.model.embed_tokens.register_forward_hook(keep("embedding"))
-    for number, layer in enumerate(model.model.layers):
+    model.embed_tokens.register_forward_hook(keep("embedding"))
+    for number, layer in enumerate(model.layers):
         layer.register_forward_hook(keep(f"layer {number}"))
-    model.model.norm.register_forward_hook(keep("final norm"))
+    model.norm.register_forward_hook(keep("final norm"))
     ids = torch.tensor([list(token_ids)])
-    log_probs = model(ids[:, :-1], use_cache=False).logits[0].log_softmax(-1)
+    log_probs = whole(ids[:, :-1], use_cache=False).logits[0].log_softmax(-1)
     return outputs | {"log-probs": log_probs.gather(1, ids[0, 1:, None])[:, 0].numpy()}
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import importlib.util
 import io
 import json
@@ -17,7 +18,7 @@ from PIL import Image
 from megarl.core.errors import UserError
 from megarl.core.prompt_images import PromptImage
 from megarl.data import images
-from megarl.data.images import MAX_IMAGE_PIXELS, ImageError, ImageProcessor, decode, size_of
+from megarl.data.images import MAX_IMAGE_PIXELS, ImageError, ImageProcessor, data_url, decode, size_of
 from tests import tiny_vision
 from tests.unit.data.image_data import encoded, picture, png
 
@@ -79,6 +80,17 @@ def test_images_are_decoded_as_by_vllm(vllm_images: ModuleType, name: str) -> No
     decoded = decode(FILES[name])
     assert (decoded.mode, decoded.size) == ("RGB", reference.size)
     assert np.array_equal(np.asarray(decoded), np.asarray(reference))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_data_urls_show_the_decoded_pixels(name: str) -> None:
+    """To a program that ignores orientation, transparency and animation."""
+    header, _, content = data_url(FILES[name]).partition(",")
+    file = base64.b64decode(content)
+    shown = Image.open(io.BytesIO(file))
+    assert header == f"data:image/{str(shown.format).lower()};base64" and getattr(shown, "n_frames", 1) == 1
+    np.testing.assert_array_equal(np.asarray(shown.convert("RGB")), np.asarray(decode(FILES[name])))
+    assert (file == FILES[name]) == (name in ("rgb", "jpeg", "grey"))
 
 
 def test_exif_orientation_swaps_the_sides() -> None:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 
 from megarl.config.schema import RewardFunction
 from megarl.core.completion import VersionRun
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
+from megarl.data.images import decode
 from megarl.environments.batch import judge_batch
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.rating import TEMPLATE, question, rating
 from tests.timing import HANG_S, LIMIT_S, POLL_S, WAIT_S
+from tests.unit.data.image_data import encoded, picture, png
 
 CONCURRENCY = 4
 MAX_CHARACTERS = 30
@@ -54,7 +59,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.active += 1
             self.server.most_active = max(self.server.most_active, self.server.active)
         try:
-            _, response, rejection = request["messages"][0]["content"].split("|")
+            content = request["messages"][0]["content"]
+            _, response, rejection = (content if isinstance(content, str) else content[-1]["text"]).rsplit("|", 2)
             self._answer(response if rejection == "12" else rejection)
         except BrokenPipeError:
             pass
@@ -73,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
         if action == "drop":
             self.close_connection = True
             return
-        num_requests = sum(response in request["messages"][0]["content"] for request in self.server.requests)
+        num_requests = sum(response in str(request["messages"][0]["content"]) for request in self.server.requests)
         is_unavailable = action == "flaky" and num_requests <= self.server.num_unavailable
         status = 503 if is_unavailable else int(text) if action == "status" else 200
         if response.startswith("!"):
@@ -102,13 +108,22 @@ def server() -> Iterator[Server]:
     server.server_close()
 
 
-def judged(server: Server, *responses: str, outage_s: float = 0.0, answer: str = "12", **options) -> list:
-    """Return the results of the responses, computed in a pool's processes."""
+def judged(
+    server: Server,
+    *responses: str,
+    outage_s: float = 0.0,
+    answer: str = "12",
+    text: str = "Q {answer}",
+    files: Sequence[bytes] = (),
+    **options,
+) -> list:
+    """Return the results of the responses, computed in a pool's processes. files: encoded images in the prompt."""
     url = f"http://127.0.0.1:{server.server_port}/v1"
     defaults = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}"}
     defaults |= {"timeout_s": LIMIT_S, "retries": 0}
     entry = RewardFunction(function="generative_judge", options=defaults | options)
-    prompt = Prompt("p", "Q {answer}", [1], answer=answer)
+    images = tuple(PromptImage(i, 1, (1, 2, 2), str(i), file) for i, file in enumerate(files))
+    prompt = Prompt("p", text, [1] * max(1, len(files)), answer=answer, images=images)
     samples = [
         Sample(str(i), prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", text)
         for i, text in enumerate(responses)
@@ -246,6 +261,40 @@ def test_unreachable_server_is_a_failure(server):
         reserved.bind(("127.0.0.1", 0))
         [result] = judged(server, "say [[10]]", base_url=f"http://127.0.0.1:{reserved.getsockname()[1]}/v1")
     assert result.value is None and "could not be reached (ConnectError: " in result.failure
+
+
+PICTURES = [png(5, 4), encoded(picture(6, 3, seed=1, mode="RGBA"))]
+PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
+TWO = f"Is {PLACEHOLDER} or {PLACEHOLDER} larger?"
+
+
+def test_judge_receives_the_images_of_the_prompt(server):
+    """The response cannot add images: a server could take its placeholders for images."""
+    results = judged(server, "say [[10]]", f"say {PLACEHOLDER} [[1]]", text=TWO, files=PICTURES)
+    assert [result.value for result in results] == [1.0, 0.0]
+    for request in server.requests:
+        [message] = request["messages"]
+        *images, text = message["content"]
+        assert message["role"] == "user" and len(images) == 2
+        for image, file in zip(images, PICTURES, strict=True):
+            header, _, content = image["image_url"]["url"].partition(",")
+            assert image["type"] == "image_url" and header == "data:image/png;base64"
+            received = np.asarray(decode(base64.b64decode(content)))
+            np.testing.assert_array_equal(received, np.asarray(decode(file)))
+        assert text["type"] == "text" and text["text"].startswith("Is [image 1] or [image 2] larger?|say [")
+        assert "<|" not in text["text"]
+
+
+def test_judge_without_vision_receives_text(server):
+    [result] = judged(server, "say [[10]]", text=TWO, files=PICTURES, images=False)
+    assert result.value == 1.0
+    assert server.requests[0]["messages"][0]["content"] == f"{TWO}|say [ [10]]|12"
+
+
+def test_judge_that_rejects_images_is_reported(server):
+    [result] = judged(server, "say [[10]]", answer="status 400", text=TWO, files=PICTURES)
+    assert result.value is None and "returned status 400" in result.failure
+    assert result.failure.endswith(". Fix: use a judge that accepts images, or set options.images=false")
 
 
 def test_default_template_requests_a_parseable_rating():

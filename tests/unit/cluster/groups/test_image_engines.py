@@ -78,7 +78,7 @@ def size(value: Any) -> int:
 def test_reward_processes_receive_only_images(actor):
     """Pixels have a byte per channel, latents and embeddings four bytes per element."""
     heard: list[LatentSample] = []
-    listener = SimpleNamespace(begin=SimpleNamespace(remote=heard.extend))
+    listener = SimpleNamespace(begin=SimpleNamespace(remote=lambda samples, _: heard.extend(samples)))
     timed, *parts = asyncio.run(actor.generate(REQUESTS, listener))
     assert timed.value == [SampleRef.of(item) for item in SAMPLES]
     for item, trained, scored in zip(SAMPLES, parts[0::2], parts[1::2], strict=True):

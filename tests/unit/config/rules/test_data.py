@@ -82,6 +82,10 @@ SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
             ["model.vision=true", "reward_model.path=m", f"evaluation.sets=[{SET}, image_column: images}}]"],
             "reward_model.path=m: the reward model does not see the images of prompts. Fix: set reward_model.path=null",
         ),
+        (
+            [*VISION, "data.format=labels", "algorithm.objective.name=process_reward_model"],
+            "data.image_column=images: has no effect unless data.format=prompts (or messages or preferences). Fix: set",
+        ),
         (["data.image_folders=[/photos]"], "data.image_folders=[/photos]: has no effect unless data.image_column=imag"),
         (
             [f"evaluation.sets=[{SET}, image_column: images}}]"],
@@ -115,6 +119,12 @@ def test_sets_may_have_images_of_their_own() -> None:
     assert not recipe(*VISION, f"evaluation.sets=[{SET}, image_column: ''}}]").evaluation.sets[0].image_column
     environment = ("model.vision=true", "environment.class=calculator", "rewards.functions=[]")
     assert recipe(*environment, f"evaluation.sets=[{SET}, image_column: images, environment: {{class: null}}}}]")
+
+
+@pytest.mark.parametrize(("rows", "objective"), [("messages", "sft"), ("preferences", "dpo")])
+def test_offline_data_may_have_images(rows: str, objective: str) -> None:
+    config = recipe(*VISION, f"data.format={rows}", f"algorithm.objective.name={objective}", "data.max_pixels=9000")
+    assert config.is_offline and config.data.image_column == "images"
 
 
 def test_data_order_keys_require_prompts() -> None:
