@@ -61,13 +61,15 @@ class ImageInput:
 
     Attributes:
         pixels: [P, channels · time · height · width of a patch], in the tower's dtype.
-        grids: int64 [I, 3], as in ImageBatch.
+        grids: int64 [I, 3], as in ImageBatch, in host memory.
+        derived: the tower's arguments that depend only on the grids; see `derived_arguments`.
         embedded: the features that replace embeddings, among this context-parallel rank's tokens.
         added: features to add to hidden states, indexed among the tokens whose hidden states this rank holds.
     """
 
     pixels: torch.Tensor
     grids: torch.Tensor
+    derived: dict[str, torch.Tensor]
     embedded: Features
     added: Features
 
@@ -100,7 +102,7 @@ class VisionTower:
         """Return the images in a microbatch; None if there are none. Runs no collectives.
 
         Args:
-            local: int64 [T/cp], the pack positions of this context-parallel rank's tokens.
+            local: int64 [T/cp], the pack positions of this context-parallel rank's tokens, in host memory.
             needs_gradient: whether every parameter must receive a gradient. A trained tower then has an image without
                 features in microbatches without images.
         """
@@ -109,11 +111,12 @@ class VisionTower:
             images = self._featureless()
         if images is None:
             return None
-        target, tokens = batch.tokens.device, local.cpu()
-        parts = [tokens, parallel.local_part(tokens) if self._config.sequence_parallel else tokens]
+        target = batch.tokens.device
+        parts = [local, parallel.local_part(local) if self._config.sequence_parallel else local]
         embedded, added = (Features.among(images, part, len(batch.tokens)).to(target) for part in parts)
         pixels = images.pixels().to(self._patch_weight.dtype)
-        return ImageInput(device.send(pixels, target), device.send(images.grids, target), embedded, added)
+        derived = derived_arguments(self._tower, images.grids, target)
+        return ImageInput(device.send(pixels, target), images.grids, derived, embedded, added)
 
     def _featureless(self) -> ImageBatch:
         """Return the smallest image with no placed features, which gives the tower a zero gradient."""
@@ -132,7 +135,7 @@ class VisionTower:
         if images is None:
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained):
-            output: Any = self._tower(images.pixels, grid_thw=images.grids)
+            output: Any = self._tower(images.pixels, grid_thw=images.grids, **images.derived)
         self._added = self._features_to_add(images, getattr(output, "deepstack_features", None) or [])
         features = F.embedding(images.embedded.sources, output.pooler_output)
         return hidden.index_copy(0, images.embedded.places, features[:, None].to(hidden.dtype))
@@ -152,6 +155,29 @@ class VisionTower:
         return inputs, keywords | {"context": added}
 
 
+def derived_arguments(tower: Any, grids: torch.Tensor, target: torch.device) -> dict[str, torch.Tensor]:
+    """Return the arguments that transformers' tower otherwise derives from the grids on the device. Their computation
+    and each layer's attention, which reads the boundaries of images or windows on the host, would wait for the device.
+
+    Args:
+        grids: int64 [I, 3], as in ImageBatch.
+        target: the device for tensors that the device reads. Boundaries stay on the host.
+    """
+    from transformers import vision_utils
+
+    merge = tower.spatial_merge_size
+    on_host = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grids)}
+    on_device = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)}
+    if hasattr(tower, "window_size"):
+        sizes = merge, tower.window_size, tower.patch_size
+        on_device["window_index"], on_host["cu_window_seqlens"] = vision_utils.get_vision_window_index(grids, *sizes)
+    if hasattr(tower, "pos_embed"):
+        sizes = tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge
+        taps = vision_utils.get_vision_interpolation_indices_and_weights(grids, *sizes)
+        on_device["interp_indices"], on_device["interp_weights"] = taps
+    return on_host | {name: device.send(values, target) for name, values in on_device.items()}
+
+
 def _add_features(
     number: int, _: torch.nn.Module, __: tuple, keywords: dict[str, Any], outputs: tuple
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -168,7 +194,7 @@ def add_vision_tower(model: GPTModel, hf_config: Mapping[str, Any], config: Tran
     """Add the vision tower to the model's first chunk. Weights are loaded later."""
     shape = vision_of(hf_config)
     assert shape is not None, "the model has no vision tower"
-    tower = _build(shape, hf_config["vision_config"], config)
+    tower = build_tower(shape, hf_config["vision_config"], config)
     for parameter in tower.parameters():
         # On GPU, the tower's attention backward is nondeterministic; without averaging, replicas would diverge.
         parallel.mark(parameter, average_gradients_across_tp_domain=True)
@@ -177,7 +203,8 @@ def add_vision_tower(model: GPTModel, hf_config: Mapping[str, Any], config: Tran
     vars(model)["vision_tower"] = VisionTower(model, tower, len(shape.deepstack))
 
 
-def _build(shape: VisionShape, vision_config: Mapping[str, Any], config: TransformerConfig) -> torch.nn.Module:
+def build_tower(shape: VisionShape, vision_config: Mapping[str, Any], config: TransformerConfig) -> torch.nn.Module:
+    """Return transformers' tower with uninitialized weights."""
     # Imported here, because transformers takes seconds to import and text models do not use it.
     from transformers import AutoConfig, AutoModel
     from transformers.initialization import no_init_weights
