@@ -219,7 +219,7 @@ CASES = {
     "qwen3_5_moe: EP2": "dp: 2, ep: 2",
 }
 """Family and name of a layout -> layout. Deepstack layers must be in the first chunk, which excludes VPP2 with four
-layers. Gradient reduction overlaps, so that ranks and microbatches without
+layers; see `test_deepstack_in_virtual_stages`. Gradient reduction overlaps, so that ranks and microbatches without
 images must not omit the tower's gradients."""
 
 
@@ -276,6 +276,13 @@ def assert_log_probs_match(case: Case, *overrides: str) -> None:
         return {sample.id: plain.log_probs(plain.model, sample) for group in groups for sample, _ in group}
 
     assert_close(actual, *expected(reference), "log-probs")
+
+
+def test_deepstack_in_virtual_stages(case_of):
+    """The two layers of the first of four chunks add features."""
+    case, layout = case_of("qwen3_vl", num_layers=8), "actor.layout={pp: 2, vpp: 2}"
+    assert_log_probs_match(case, layout)
+    assert_trains_like(case, layout)
 
 
 def prepare_on_meta(store, rank: int, config: Config, folder: Path, groups: list[Group]) -> list[int]:
