@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -164,6 +165,41 @@ class PatchProjection(torch.nn.Conv3d):
         return F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
 
 
+SEGMENTS = "flash_segments"
+"""Name of `attend_in_segments` in transformers. Because of the word flash, towers call it once per layer with all
+tokens, instead of once per segment."""
+
+
+def attend_in_segments(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention within segments, which are a tower's images or windows. Consecutive segments of equal length are one
+    batch. An image can have a hundred windows, and a kernel for each would take longer than the products.
+
+    Args:
+        query, key, value: [1, heads, P, channels].
+        cu_seq_lens_q: int32 [segments + 1], the boundaries of the segments, in host memory.
+
+    Returns:
+        [1, P, heads, channels], and None for the attention weights.
+    """
+    batches = [(len([*run]), length) for length, run in groupby(cu_seq_lens_q.diff().tolist())]
+    parts = (x[0].transpose(0, 1).split([count * length for count, length in batches]) for x in (query, key, value))
+    outputs = []
+    for batch, part in zip(batches, zip(*parts, strict=True), strict=True):
+        queries, keys, values = (x.unflatten(0, batch).transpose(1, 2) for x in part)
+        output = F.scaled_dot_product_attention(queries, keys, values, scale=scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
 def derived_arguments(tower: Any, grids: torch.Tensor, target: torch.device) -> dict[str, torch.Tensor]:
     """Return the arguments that transformers' tower otherwise derives from the grids on the device. Their computation
     and each layer's attention, which reads the boundaries of images or windows on the host, would wait for the device.
@@ -179,12 +215,30 @@ def derived_arguments(tower: Any, grids: torch.Tensor, target: torch.device) -> 
     on_device = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)}
     if hasattr(tower, "window_size"):
         sizes = merge, tower.window_size, tower.patch_size
-        on_device["window_index"], on_host["cu_window_seqlens"] = vision_utils.get_vision_window_index(grids, *sizes)
+        windows = vision_utils.get_vision_window_index(grids, *sizes)
+        on_device["window_index"], on_host["cu_window_seqlens"] = _ordered_by_size(*windows, grids, merge)
     if hasattr(tower, "pos_embed"):
         sizes = tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge
         taps = vision_utils.get_vision_interpolation_indices_and_weights(grids, *sizes)
         on_device["interp_indices"], on_device["interp_weights"] = taps
     return on_host | {name: device.send(values, target) for name, values in on_device.items()}
+
+
+def _ordered_by_size(
+    index: torch.Tensor, boundaries: torch.Tensor, grids: torch.Tensor, merge: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order the windows of each image by decreasing size, so that windows of equal size are consecutive. The tower's
+    last step restores the order of the features.
+
+    Args:
+        index: int64 [F], the features in the order of their windows.
+        boundaries: int32 [windows + 1], the boundaries of the windows, in patches.
+    """
+    sizes, ends = boundaries.diff(), grids.prod(1).cumsum(0)
+    images = torch.bucketize(boundaries[:-1], ends, right=True)
+    order = (images * (1 + sizes.max()) - sizes).argsort(stable=True)
+    windows = index.split((sizes // merge**2).tolist())
+    return torch.cat([windows[i] for i in order.tolist()]), F.pad(sizes[order].cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _add_features(
@@ -215,7 +269,7 @@ def add_vision_tower(model: GPTModel, hf_config: Mapping[str, Any], config: Tran
 def build_tower(shape: VisionShape, vision_config: Mapping[str, Any], config: TransformerConfig) -> torch.nn.Module:
     """Return transformers' tower with uninitialized weights."""
     # Imported here, because transformers takes seconds to import and text models do not use it.
-    from transformers import AutoConfig, AutoModel
+    from transformers import AttentionInterface, AutoConfig, AutoModel
     from transformers.initialization import no_init_weights
 
     # The model_type in vision_config differs between versions of transformers.
@@ -224,6 +278,8 @@ def build_tower(shape: VisionShape, vision_config: Mapping[str, Any], config: Tr
     with no_init_weights():
         tower = AutoModel.from_config(tower_config, dtype=config.params_dtype, attn_implementation="sdpa")
     tower.patch_embed.proj.__class__ = PatchProjection
+    AttentionInterface.register(SEGMENTS, attend_in_segments)
+    tower.config._attn_implementation = SEGMENTS
     if config.recompute_granularity == "full":
         tower.main_input_name = "hidden_states"  # else transformers requires a gradient of token embeddings
         tower.gradient_checkpointing_enable({"use_reentrant": False})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForImageTextToText
 
 from megarl.megatron.model.vision import build_tower, derived_arguments
@@ -101,3 +102,29 @@ def test_patch_projection_equals_the_convolution(kind: tiny_vision.Kind, dtype: 
     pixels = torch.randn(50, ours.proj.weight[0].numel(), generator=torch.Generator().manual_seed(0)).to(dtype)
     expected, limit = theirs(pixels), {torch.float64: 1e-14, torch.float32: 4e-6, torch.bfloat16: 2**-8}[dtype]
     torch.testing.assert_close(ours(pixels), expected, rtol=0, atol=limit * float(expected.abs().max()))
+
+
+def test_windows_of_equal_size_are_one_batch(tmp_path: Path) -> None:
+    """The first image has four windows of 4 × 4 patches. The second has two windows, of 2 × 4 and 2 × 2. The third has
+    six of 4 × 4, two of 2 × 4, three of 4 × 2 and one of 2 × 2, of which five have 8 patches."""
+    _, ours = towers(tmp_path, "qwen2_5_vl")
+    derived = derived_arguments(ours, GRIDS, CPU)
+    sizes = [4 * [16], [8, 4], 6 * [16] + 5 * [8] + [4]]
+    assert derived["cu_window_seqlens"].diff().tolist() == [size for image in sizes for size in image]
+    with Calls() as calls:
+        run(ours, patches(ours), GRIDS, **derived)
+    windows, images = [(4, 16), (1, 8), (1, 4), (6, 16), (5, 8), (1, 4)], [(1, 64), (1, 12), (1, 140)]
+    assert calls.batches == [*windows, *images, *windows]
+
+
+class Calls(TorchFunctionMode):
+    """Records the number and the length of the sequences in each call of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[tuple[int, int]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.batches.append((args[0].shape[0], args[0].shape[2]))
+        return function(*args, **(kwargs or {}))
