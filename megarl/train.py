@@ -48,7 +48,7 @@ def run(config: Config, scratch: Path) -> None:
     ):
         elapsed = ElapsedTime()
         folders, models = context.folder, checked.models
-        sizes = models.experts, models.teacher_hidden_sizes(config)
+        sizes = models.experts, models.teacher_hidden_sizes(config), checked.image_bytes(config)
         with Session(config, folders.logs, scratch, folders.nodes, *sizes) as session:
             elapsed.print("Ray: started")
             context.times.end_start("ray")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from megarl.config.schema import Config
 from megarl.models.huggingface import Experts
 from megarl.resharding.piece import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from megarl.data.prompts import PromptSet
 
 FLOOR_MIB = 256
 """Space in MiB for objects other than samples: refit plans, checksums and call results."""
@@ -26,7 +30,7 @@ RGB_BYTES, PIXEL_BYTES = 3, 4
 """Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
 
 ENCODED_BYTES = 2**20
-"""Assumed size of a prompt's encoded images in bytes, with model.vision."""
+"""Assumed size of a prompt's encoded images in bytes, with model.vision, where the data has not been read."""
 
 EMBEDDING_BYTES = 2 * 4 * max(512 * 2560, 333 * 4096)
 """Size of the embeddings of a caption of maximum length and of the empty caption, with the text encoders of Z-Image or
@@ -36,7 +40,9 @@ OBJECT_BYTES = 2048
 """Bytes per sample besides its tokens and text: names, shapes, reference answers, and metadata of its scores."""
 
 
-def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequence[int] = ()) -> int:
+def object_store_mib(
+    config: Config, experts: Experts | None, hidden_sizes: Sequence[int] = (), encoded: int | None = None
+) -> int:
     """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples in a step
     at maximum length, with per-token scores, the teachers' states and encoded images. Space that shorter samples leave
     unused takes no memory. Ray spills to disk if the store is full.
@@ -44,24 +50,33 @@ def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequ
     Args:
         experts: the actor's experts, if any; samples may carry the routes to them.
         hidden_sizes: hidden size of each teacher.
+        encoded: result of `image_bytes` for the run's data; None: the result without data.
     """
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
+    encoded = image_bytes(config) if encoded is None else encoded
     # Sets whose size is not configured count as empty.
     evaluated = [(settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets]
     at_once = max(num_samples(config), num_ahead(config) + max(evaluated, default=0))
-    num_bytes = at_once * sample_bytes(config, experts) + states_bytes(config, hidden_sizes) + image_bytes(config)
+    num_bytes = at_once * sample_bytes(config, experts) + states_bytes(config, hidden_sizes) + encoded
     return FLOOR_MIB + math.ceil(num_bytes / 2**20)
 
 
-def image_bytes(config: Config) -> int:
-    """Return the size in bytes of the encoded images of all prompts whose samples exist at the same time."""
+def image_bytes(config: Config, data: PromptSet | None = None, evaluation: Iterable[PromptSet] = ()) -> int:
+    """Return an upper bound on the size in bytes of the encoded images of all prompts whose samples exist at the same
+    time. Without `data`, it assumes ENCODED_BYTES per prompt, and sets whose size is not configured count as empty.
+
+    Args:
+        data, evaluation: the prompts of the run and of each evaluation set.
+    """
     if not config.model.vision:
         return 0
     batch, num_steps = config.batch, 1 + num_retained_steps(config)
+    num_prompts = num_steps * batch.sampling_rounds * batch.prompts_per_step + config.prompts_ahead
+    if data is not None:
+        return data.image_bytes(num_prompts) + max((prompts.image_bytes() for prompts in evaluation), default=0)
     evaluated = max((settings.size or 0 for settings in config.evaluation.sets), default=0)
-    num_prompts = num_steps * batch.sampling_rounds * batch.prompts_per_step + config.prompts_ahead + evaluated
-    return num_prompts * ENCODED_BYTES
+    return (num_prompts + evaluated) * ENCODED_BYTES
 
 
 def states_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:

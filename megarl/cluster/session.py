@@ -77,6 +77,7 @@ class Session:
         rendezvous: Path | None = None,
         routed: Experts | None = None,
         hidden_sizes: Sequence[int] = (),
+        encoded: int | None = None,
     ):
         """Start Ray and wait for the other nodes. Raise UserError if a node cannot join, and RunFailure after a
         timeout.
@@ -86,6 +87,7 @@ class Session:
             rendezvous: rendezvous folder for the nodes in a multi-node run.
             routed: the actor's experts; samples may carry their indices.
             hidden_sizes: hidden size of each teacher.
+            encoded: size in bytes of the encoded images; see `object_store_mib`.
         """
         self.logs = logs.resolve()
         self._timeouts = config.cluster.timeouts
@@ -108,7 +110,7 @@ class Session:
         # All other sockets of the run also use this node's Ray address, or its network interface.
         os.environ.update(socket_environment(address))
         terminate = signal.getsignal(signal.SIGTERM)
-        store_bytes = object_store_bytes(config, routed, hidden_sizes)
+        store_bytes = object_store_bytes(config, routed, hidden_sizes, encoded)
         try:
             ray.init(
                 address="local",
@@ -380,10 +382,12 @@ class Session:
         return {pings[ref]: error for ref in answered if (error := outcome(ref)[1]) is not None}
 
 
-def object_store_bytes(config: Config, routed: Experts | None, hidden_sizes: Sequence[int] = ()) -> int:
+def object_store_bytes(
+    config: Config, routed: Experts | None, hidden_sizes: Sequence[int] = (), encoded: int | None = None
+) -> int:
     """Return the size of Ray's object store in bytes. A size derived from the batch is limited to nine tenths of the
     machine's free shared memory, because Ray would place a larger store on disk."""
-    wanted = object_store_mib(config, routed, hidden_sizes)
+    wanted = object_store_mib(config, routed, hidden_sizes, encoded)
     if config.cluster.object_store_mib is None:
         wanted = min(wanted, max(FLOOR_MIB, 9 * shutil.disk_usage(segments.SHARED_MEMORY).free // 10 // 2**20))
     return wanted * 2**20

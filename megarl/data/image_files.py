@@ -28,11 +28,12 @@ _REMOTE = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """A validated image: the SHA-256 of its encoded bytes, and its size in pixels."""
+    """A validated image: the SHA-256 of its encoded bytes, its size in pixels, and the number of encoded bytes."""
 
     digest: str
     width: int
     height: int
+    num_bytes: int
 
 
 class ImageFiles:
@@ -80,7 +81,7 @@ class ImageFiles:
         digest = hashlib.sha256(file).hexdigest()
         image = self._images.get(digest)
         if image is None:
-            image = StoredImage(digest, *size_of(file))
+            image = StoredImage(digest, *size_of(file), len(file))
         with self._lock:
             if digest not in self._places:
                 self._places[digest] = source if isinstance(source, Path) else self._copy(file)
@@ -88,6 +89,10 @@ class ImageFiles:
             if isinstance(source, Path):
                 self._digests[source] = digest
         return image
+
+    def size(self, digest: str) -> int:
+        """Return the size of the encoded image in bytes."""
+        return self._images[digest].num_bytes
 
     def read(self, digest: str) -> bytes:
         """Return the encoded image. Raise a UserError if its file has changed since it was added."""

@@ -41,18 +41,20 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The token counts of one sample or denoising step, and the key of its prompt. Samples with equal keys share their
-    prompt tokens."""
+    """The token counts of one sample or denoising step, the grids of its images, and the key of its prompt. Samples
+    with equal keys share their prompt tokens."""
 
     prompt: Hashable
     prompt_tokens: int
     response_tokens: int
+    image_grids: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of(cls, sample: SampleRef) -> Lengths:
         if sample.step is not None:
             return cls((sample.id, sample.step), 0, sample.tokens_per_step)
-        return cls((sample.prompt_id, sample.beginning), sample.num_prompt_tokens, sample.num_response_tokens)
+        counts = sample.num_prompt_tokens, sample.num_response_tokens
+        return cls((sample.prompt_id, sample.beginning), *counts, sample.image_grids)
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +123,9 @@ def bundle(
             unfinished[prompt.prompt] = counts
     return [
         Bundle(
-            tuple(item.samples), item.num_tokens, packing.cost.of(item.num_tokens, item.num_scored, item.num_attended)
+            tuple(item.samples),
+            item.num_tokens,
+            packing.cost.of(item.num_tokens, item.num_scored, item.num_attended) + item.images,
         )
         for item in bundles
     ]
@@ -129,12 +133,14 @@ def bundle(
 
 @dataclass(slots=True)
 class _Counts:
-    """Counts for a set of samples of one prompt: tokens in the pack, scored tokens and attended token pairs."""
+    """Counts for a set of samples of one prompt: tokens in the pack, scored tokens, attended token pairs, and the cost
+    of the prompt's images. A microbatch encodes an image once."""
 
     samples: list[int]
     num_tokens: int
     num_scored: int
     num_attended: float
+    images: float
 
     @classmethod
     def of(cls, unit: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> _Counts:
@@ -145,8 +151,10 @@ class _Counts:
             num_tokens += sample.response_tokens if packing.shares_prompts else packing.padded(total)
             num_scored += sample.response_tokens
             num_attended += packing.cost.pairs(total)
-        prompt_tokens = lengths[unit[0]].prompt_tokens if packing.shares_prompts else 0
-        return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended)
+        first = lengths[unit[0]]
+        prompt_tokens = first.prompt_tokens if packing.shares_prompts else 0
+        images = packing.cost.of_images(first.image_grids)
+        return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended, images)
 
     def has_room(self, other: _Counts, prompt_tokens: int, max_samples: int, token_budget: int) -> bool:
         """Return whether `other`, a set of samples of the same prompt, can be added within the limits."""

@@ -24,6 +24,9 @@ class ContextShares:
     places: torch.Tensor
     rank: int
 
+    def to(self, target: torch.device) -> ContextShares:
+        return ContextShares(device.send(self.places, target), self.rank)
+
     @property
     def local(self) -> torch.Tensor:
         """Pack positions of this rank's tokens, int64 [T/cp]."""
@@ -55,10 +58,10 @@ class ContextShares:
 
 
 def context_shares(batch: TokenBatch, splits_documents: bool) -> ContextShares:
-    """Return the shares of a pack. With `splits_documents`, each document is cut separately."""
+    """Return the shares of a pack, in host memory. With `splits_documents`, each document is cut separately."""
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     if size == 1:
-        return ContextShares(torch.arange(len(batch.tokens), device=batch.tokens.device)[None], rank)
+        return ContextShares(torch.arange(len(batch.tokens))[None], rank)
     places = shares_of_documents(batch, size) if splits_documents else shares_of_pack(batch, size)
     return ContextShares(places, rank)
 
@@ -75,14 +78,14 @@ def shares_of_documents(batch: TokenBatch, size: int) -> torch.Tensor:
     documents = batch.document_tokens.tensor_split(batch.boundaries[1:-1].long())
     cut = [document.chunk(2 * size) for document in documents]
     places = [torch.cat([half for chunks in cut for half in (chunks[r], chunks[-1 - r])]) for r in range(size)]
-    return device.send(torch.stack(places), batch.tokens.device)
+    return torch.stack(places)
 
 
 def shares_of_pack(batch: TokenBatch, size: int) -> torch.Tensor:
     """Return each rank's pack positions, int64 [size, T/size]. Neighboring tokens are in different chunks, so every
     chunk has equal parts from the beginning and end of each document, regardless of document lengths. T must be a
     multiple of 2 · size."""
-    chunks = torch.arange(len(batch.tokens), device=batch.tokens.device).view(-1, 2 * size).T
+    chunks = torch.arange(len(batch.tokens)).view(-1, 2 * size).T
     return torch.stack([torch.cat((chunks[r], chunks[-1 - r])) for r in range(size)])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megarl.models.denoiser import TIME_CHANNELS, DenoiserShape, StableDiffusion3Shape, ZImageShape
 from megarl.models.huggingface import WindowedAttention
 from megarl.models.shape import ModelShape
@@ -139,22 +141,51 @@ def output_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: floa
 
 
 def vision_flops(vision: VisionShape, num_features: float, image_features: float) -> float:
-    """Return the number of operations for one forward pass through a vision tower.
+    """Return the number of operations for one forward pass through a vision tower, for images of equal size.
 
     Args:
         num_features: number of features that it computes.
-        image_features: number of features in an image. Patches attend to all patches in their image, or in their
-            window.
+        image_features: number of features in an image.
     """
     patches, image_patches = num_features * vision.merge**2, image_features * vision.merge**2
+    in_window = image_patches if vision.window is None else min(image_patches, vision.window**2)
+    return _tower_flops(vision, patches, patches * image_patches, patches * in_window)
+
+
+def image_flops(vision: VisionShape, grid: Sequence[int], trains_tower: bool = False) -> float:
+    """Return the number of operations of a vision tower for one image: a forward pass and, for a trained tower, the
+    backward pass. It has no gradient of the pixels. Recomputation is not counted.
+
+    Args:
+        grid: numbers of patches in time, height and width.
+    """
+    frames, height, width = grid
+    patches = frames * height * width
+    in_windows = _squared_parts(height, vision.window) * _squared_parts(width, vision.window)
+    forward = _tower_flops(vision, patches, frames * (height * width) ** 2, frames * in_windows)
+    return 3 * forward - 2 * vision.hidden * vision.patch_dim * patches if trains_tower else forward
+
+
+def _squared_parts(side: int, window: int | None) -> int:
+    """Return the sum of the squared sizes of the windows along a side of an image. Only the last can be smaller."""
+    if window is None:
+        return side**2
+    return side // window * window**2 + (side % window) ** 2
+
+
+def _tower_flops(vision: VisionShape, patches: float, in_images: float, in_windows: float) -> float:
+    """Return the number of operations for one forward pass through a vision tower.
+
+    Args:
+        patches: number of patches.
+        in_images, in_windows: numbers of (query, key) pairs of patches in the same image, and in the same window.
+    """
     mlp = (3 if vision.is_gated else 2) * vision.hidden * vision.intermediate
     weights = vision.depth * (4 * vision.hidden**2 + mlp) + vision.hidden * vision.patch_dim
-    keys = vision.depth * image_patches
-    if vision.window is not None:
-        full = len(vision.full_layers)
-        keys = full * image_patches + (vision.depth - full) * min(image_patches, vision.window**2)
+    full = vision.depth if vision.window is None else len(vision.full_layers)
+    pairs = full * in_images + (vision.depth - full) * in_windows
     mergers = (1 + len(vision.deepstack)) * vision.merged * (vision.merged + vision.out_hidden)
-    return 2 * patches * (weights + 2 * vision.hidden * keys) + 2 * num_features * mergers
+    return 2 * patches * weights + 4 * vision.hidden * pairs + 2 * patches / vision.merge**2 * mergers
 
 
 def expert_flops(shape: ModelShape, num_tokens: float) -> float:

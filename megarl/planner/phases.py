@@ -33,7 +33,7 @@ from megarl.cluster.memory.shared_gpu import (
     teacher_head_parts,
     teacher_parts,
 )
-from megarl.cluster.memory.vision import tower_bytes, tower_pass_bytes
+from megarl.cluster.memory.vision import patches_on_node, tower_bytes, tower_pass_bytes
 from megarl.cluster.object_store import object_store_mib, state_bytes, states_bytes
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Teachers, Trained
@@ -41,7 +41,7 @@ from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import GIB, Cluster
-from megarl.planner.workload import Workload
+from megarl.planner.workload import TextWorkload, Workload
 from megarl.resharding.selection import trains_tower
 
 SPARE_PROCESS_BYTES = 0.29e9
@@ -301,8 +301,9 @@ def refusal(load: Load, cluster: Cluster) -> str:
 def host_parts(config: Config, models: Models, workload: Workload, cluster: Cluster) -> dict[str, float]:
     """Return the bytes in a node's host memory, keyed by purpose. The host stores offloaded states, optimizer states
     that are updated on the CPU, the reference model's weights, the copy for background saves, the weights of sleeping
-    engines, the frozen models of image engines, the samples of a step, the copies of the trained models' state and the
-    spare processes. Every rank on the node is assumed to need as much as the largest rank."""
+    engines, the frozen models of image engines, the patches of a step's images, the samples of a step, the copies of
+    the trained models' state and the spare processes. Every rank on the node is assumed to need as much as the largest
+    rank."""
     ranks = min(cluster.num_gpus, cluster.gpus_per_node)
     parts: dict[str, float] = {}
     for role, model in models.trained.items():
@@ -322,6 +323,10 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
     if config.keeps_reference and config.actor.adapters is None:
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         parts["reference: weights"] = ranks * max(actor)
+    vision = models.actor.shape.vision
+    if vision is not None and isinstance(workload, TextWorkload):
+        features = -(-workload.prompts // config.actor.layout.dp) * workload.image_features
+        parts["actor: patches of images"] = patches_on_node(vision, config.actor.layout, features, ranks)
     if not workload.is_offline:
         if config.rollout.sleep and _engines_keep_weights(config):
             parts["sleeping engines: weights"] = ranks * models.actor.engine_bytes(config)

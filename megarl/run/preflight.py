@@ -26,7 +26,10 @@ from megarl.cluster.machine import (
     place_here,
 )
 from megarl.cluster.megatron_settings import check_megatron_settings
+from megarl.cluster.memory.vision import patches_on_node
 from megarl.cluster.network import own_address
+from megarl.cluster.object_store import image_bytes
+from megarl.config.device_spans import devices_per_node
 from megarl.config.evaluation import config_of_set
 from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.explain import explain
@@ -47,6 +50,7 @@ from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.trained_model import policy_hf_config
+from megarl.models.vision import vision_of
 from megarl.models.weight_files import read_headers, require_tensors
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.adapters import check_adapter_weights, peft_holder
@@ -75,6 +79,10 @@ class Preflight:
     data: PromptSet | OfflineData
     trial: Mapping[str, float] | None
     evaluation: Mapping[str, PromptSet] = field(default_factory=dict)
+
+    def image_bytes(self, config: Config) -> int:
+        """Return the size in bytes of the encoded images that the object store holds at the same time."""
+        return image_bytes(config, self.data if isinstance(self.data, PromptSet) else None, self.evaluation.values())
 
 
 def preflight(config: Config) -> Preflight:
@@ -344,6 +352,11 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if not device.on_cuda():
         needed = sum(host_parts(config, checked.models).values())
         rows["memory"] = f"at least {needed / 1e9:.2f} GB for weights, gradients and optimizers"
+    if isinstance(checked.data, PromptSet) and checked.data.images is not None:
+        rows["images"] = (
+            f"up to {_patch_bytes(config, checked.models.hf_config, checked.data) / 1e9:.2f} GB of host memory per "
+            f"node for patches, and {checked.image_bytes(config) / 1e9:.2f} GB of Ray's object store for image files"
+        )
     if config.checkpoint.may_be_saved:
         size = saved_bytes(config, checked.models.trained(config))
         rows["disk"] = (
@@ -363,11 +376,26 @@ def print_checks(config: Config, _scratch: Path) -> None:
 def _first_row(config: Config, data: PromptSet | OfflineData) -> str:
     size = f"{len(data):,} {config.data.format}"
     if data.images is not None:
-        size += f" with {len(data.images):,} distinct images"
+        tokens = _image_tokens(data) if isinstance(data, PromptSet) else ""
+        size += f" with {len(data.images):,} distinct images{tokens}"
     first = data[0]
     if not isinstance(first, Prompt) or not first.messages:
         return size
     return f"{size}; first: {_abbreviate(first.messages[-1]['content'])}, answer {_abbreviate(first.answer)}"
+
+
+def _image_tokens(data: PromptSet) -> str:
+    """Return the mean and maximum number of tokens of the images in prompts."""
+    counts = [image.num_tokens for prompt in data.prompts for image in prompt.images]
+    return f" (on average {sum(counts) / len(counts):,.0f} and at most {max(counts):,} tokens)" if counts else ""
+
+
+def _patch_bytes(config: Config, hf_config: Mapping[str, Any], data: PromptSet) -> float:
+    """Return the maximum size in bytes of the patches that a step's images take in a node's host memory."""
+    vision, layout = vision_of(policy_hf_config(config, hf_config)), config.actor.layout
+    assert vision is not None, "prompts with images require a vision tower"
+    features = data.image_tokens(-(-config.batch.prompts_per_step // layout.dp))
+    return patches_on_node(vision, layout, features, devices_per_node(config))
 
 
 def _abbreviate(value: Any) -> str:

@@ -25,6 +25,9 @@ from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.data.images import ImageProcessor
+from megarl.megatron.model.inputs import ModelInput
+from megarl.megatron.model.vision import vision_tower
+from megarl.megatron.routes import model_of
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.models.vision import add_vision
@@ -144,12 +147,12 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory) -> Callable[..., Case]:
-    """Return a function that returns a Case, given the family and the prefix of frozen parameters. It computes each
-    reference once."""
+    """Return a function that returns a Case, given the family, the prefix of frozen parameters and the number of the
+    text model's layers. It computes each reference once."""
 
     @cache
-    def made(kind: tiny_vision.Kind, frozen: str | None = None) -> Case:
-        folder = tiny_vision.build(tmp_path_factory.mktemp(kind) / "model", kind)
+    def made(kind: tiny_vision.Kind, frozen: str | None = None, num_layers: int = 4) -> Case:
+        folder = tiny_vision.build(tmp_path_factory.mktemp(kind) / "model", kind, num_hidden_layers=num_layers)
         groups = groups_of(folder)
         return Case(folder, groups, expected(lambda: VisionReference(folder).outcome([groups, groups], frozen)))
 
@@ -216,8 +219,8 @@ CASES = {
     "qwen3_5_moe: EP2": "dp: 2, ep: 2",
 }
 """Family and name of a layout -> layout. Deepstack layers must be in the first chunk, which excludes VPP2 with four
-layers. Gradient reduction overlaps, so that ranks and microbatches without images must not omit the tower's
-gradients."""
+layers; see `test_deepstack_in_virtual_stages`. Gradient reduction overlaps, so that ranks and microbatches without
+images must not omit the tower's gradients."""
 
 
 @pytest.mark.parametrize(
@@ -258,9 +261,14 @@ def log_probs(store, rank: int, config: Config, folder: Path, groups: list[Group
 
 
 def test_log_probs_match_transformers(case_of):
-    folder, groups, _ = case_of("qwen3_vl")
-    config = config_with_vision(folder, "actor.layout={cp: 2}")
-    [actual, _] = run_ranks(2, log_probs, config, folder, groups)
+    assert_log_probs_match(case_of("qwen3_vl"), "actor.layout={cp: 2}")
+
+
+def assert_log_probs_match(case: Case, *overrides: str) -> None:
+    """Compare the log-probs of the last rank with the reference's."""
+    folder, groups, _ = case
+    config = config_with_vision(folder, *overrides)
+    actual = run_ranks(config.actor.layout.world_size, log_probs, config, folder, groups)[-1]
 
     @torch.no_grad()
     def reference() -> dict[str, torch.Tensor]:
@@ -268,6 +276,33 @@ def test_log_probs_match_transformers(case_of):
         return {sample.id: plain.log_probs(plain.model, sample) for group in groups for sample, _ in group}
 
     assert_close(actual, *expected(reference), "log-probs")
+
+
+def test_deepstack_in_virtual_stages(case_of):
+    """The two layers of the first of four chunks add features."""
+    case, layout = case_of("qwen3_vl", num_layers=8), "actor.layout={pp: 2, vpp: 2}"
+    assert_log_probs_match(case, layout)
+    assert_trains_like(case, layout)
+
+
+def prepare_on_meta(store, rank: int, config: Config, folder: Path, groups: list[Group]) -> list[int]:
+    """Prepare the microbatches for a device whose values cannot be read. Return the number of patches in each."""
+    worker, meta = ActorWorker(config, folder, rank, store, threads=1), torch.device("meta")
+    tower = vision_tower(model_of(worker.chunks[0]))
+    assert tower is not None
+    batches = worker._collate(local_batch(rank_batches(config, worker.packing, groups)[worker.data_parallel_rank]))
+    options = (config.actor.layout.sequence_parallel, False, None, False, False, tower, True)
+    inputs = [ModelInput.of(batch.to(meta), *options) for batch in batches]
+    assert all(item.images is not None and item.images.pixels.device == meta for item in inputs)
+    return [len(item.images.pixels) for item in inputs if item.images is not None]
+
+
+def test_inputs_are_prepared_without_reading_the_device(case_of):
+    """Microbatches without images have an image of four patches, which gives the tower a zero gradient."""
+    folder, groups, _ = case_of("qwen3_vl")
+    config = config_with_vision(folder, f"actor.layout={{{SP}}}")
+    first, second = run_ranks(2, prepare_on_meta, config, folder, groups)
+    assert first == second and min(first) == 4 < max(first)
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""GPU memory that a vision tower needs in trainers and engines."""
+"""GPU memory that a vision tower needs in trainers and engines, and host memory of the images' patches."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ def tower_pass_bytes(vision: VisionShape, features: float, num_bytes: int) -> in
     """Return the activation bytes of a forward-only pass that computes this number of features."""
     patches = features * vision.merge**2
     return round(patches * _layer_bytes(vision, num_bytes) + _end_bytes(vision, features, num_bytes))
+
+
+def patches_on_node(vision: VisionShape, layout: Layout, features: float, num_ranks: int) -> float:
+    """Return the bytes of patches in the host memory of the node with the most ranks of the actor's first stage. Each
+    of these ranks keeps the patches of its replica's images until all of an epoch's passes and updates have read them.
+
+    Args:
+        features: number of features of a replica's images in a step.
+        num_ranks: number of the actor's ranks on a node.
+    """
+    patches = features * vision.merge**2 * vision.patch_dim * FLOAT32
+    return min(num_ranks, layout.tp * layout.cp * layout.dp) * patches
 
 
 def towers_in_flight(layout: Layout, num_microbatches: int) -> int:

@@ -66,11 +66,12 @@ class ModelInput:
             vision: this rank's vision tower; None if it has none.
             needs_gradient: whether every trained parameter must receive a gradient from this microbatch.
         """
-        shares = context_shares(batch, splits_documents)
+        on_host = context_shares(batch, splits_documents)
+        shares = on_host.to(batch.tokens.device)
         numbers, places = shares.rows(batch)
         rows = batch.take_rows(numbers)
-        images = None if vision is None else vision.prepare(batch, shares.local, needs_gradient)
-        attention = _attention(batch, shares, window, requires_our_attention)
+        images = None if vision is None else vision.prepare(batch, on_host.local, needs_gradient)
+        attention = _attention(batch, shares, on_host, window, requires_our_attention)
         if images is not None:
             attention.feature_places = images.added.places
         mtp = MtpInput.of(batch, shares.local, numbers, attention) if trains_mtp else None
@@ -111,8 +112,10 @@ def _scored_rows(batch: TokenBatch, numbers: torch.Tensor) -> list[ScoredRows]:
     return list(map(held, batch.teacher_states))
 
 
-def _attention(batch: TokenBatch, shares: ContextShares, window: int | None, requires_ours: bool) -> PackedDocuments:
-    """Return the attention input for a microbatch.
+def _attention(
+    batch: TokenBatch, shares: ContextShares, on_host: ContextShares, window: int | None, requires_ours: bool
+) -> PackedDocuments:
+    """Return the attention input for a microbatch. `on_host`: the same shares in host memory.
 
     Transformer Engine attends within document boundaries, which requires that documents share no prompt. Otherwise our
     own attention reads `documents` and `windowed`, and the rotary embedding treats the pack as a single sequence with
@@ -138,7 +141,7 @@ def _attention(batch: TokenBatch, shares: ContextShares, window: int | None, req
     )
     if is_separate:
         return packed()
-    parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
+    parts = (on_host.local, on_host.all) if len(on_host.places) > 1 else ()
     are_shared = len(batch.document_tokens) > num_tokens
     uses_one_kernel = is_fused or (device.on_cuda() and (requires_ours or (are_shared and not parts)))
     describe = partial(

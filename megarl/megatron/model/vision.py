@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -61,13 +62,15 @@ class ImageInput:
 
     Attributes:
         pixels: [P, channels · time · height · width of a patch], in the tower's dtype.
-        grids: int64 [I, 3], as in ImageBatch.
+        grids: int64 [I, 3], as in ImageBatch, in host memory.
+        derived: the tower's arguments that depend only on the grids; see `derived_arguments`.
         embedded: the features that replace embeddings, among this context-parallel rank's tokens.
         added: features to add to hidden states, indexed among the tokens whose hidden states this rank holds.
     """
 
     pixels: torch.Tensor
     grids: torch.Tensor
+    derived: dict[str, torch.Tensor]
     embedded: Features
     added: Features
 
@@ -100,7 +103,7 @@ class VisionTower:
         """Return the images in a microbatch; None if there are none. Runs no collectives.
 
         Args:
-            local: int64 [T/cp], the pack positions of this context-parallel rank's tokens.
+            local: int64 [T/cp], the pack positions of this context-parallel rank's tokens, in host memory.
             needs_gradient: whether every parameter must receive a gradient. A trained tower then has an image without
                 features in microbatches without images.
         """
@@ -109,11 +112,12 @@ class VisionTower:
             images = self._featureless()
         if images is None:
             return None
-        target, tokens = batch.tokens.device, local.cpu()
-        parts = [tokens, parallel.local_part(tokens) if self._config.sequence_parallel else tokens]
+        target = batch.tokens.device
+        parts = [local, parallel.local_part(local) if self._config.sequence_parallel else local]
         embedded, added = (Features.among(images, part, len(batch.tokens)).to(target) for part in parts)
         pixels = images.pixels().to(self._patch_weight.dtype)
-        return ImageInput(device.send(pixels, target), device.send(images.grids, target), embedded, added)
+        derived = derived_arguments(self._tower, images.grids, target)
+        return ImageInput(device.send(pixels, target), images.grids, derived, embedded, added)
 
     def _featureless(self) -> ImageBatch:
         """Return the smallest image with no placed features, which gives the tower a zero gradient."""
@@ -132,7 +136,7 @@ class VisionTower:
         if images is None:
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained):
-            output: Any = self._tower(images.pixels, grid_thw=images.grids)
+            output: Any = self._tower(images.pixels, grid_thw=images.grids, **images.derived)
         self._added = self._features_to_add(images, getattr(output, "deepstack_features", None) or [])
         features = F.embedding(images.embedded.sources, output.pooler_output)
         return hidden.index_copy(0, images.embedded.places, features[:, None].to(hidden.dtype))
@@ -152,6 +156,91 @@ class VisionTower:
         return inputs, keywords | {"context": added}
 
 
+class PatchProjection(torch.nn.Conv3d):
+    """The tower's convolution over patches. Its kernel covers a whole patch, so it is a matrix product. On CPU, torch's
+    convolution takes more than twice as long."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map patches, [P, channels, time, height, width], to hidden states, [P, hidden]."""
+        return F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
+
+
+SEGMENTS = "flash_segments"
+"""Name of `attend_in_segments` in transformers. Because of the word flash, towers call it once per layer with all
+tokens, instead of once per segment."""
+
+
+def attend_in_segments(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention within segments, which are a tower's images or windows. Consecutive segments of equal length are one
+    batch, because an image can have a hundred windows.
+
+    Args:
+        query, key, value: [1, heads, P, channels].
+        cu_seq_lens_q: int32 [segments + 1], the boundaries of the segments, in host memory.
+
+    Returns:
+        [1, P, heads, channels], and None for the attention weights.
+    """
+    batches = [(len([*run]), length) for length, run in groupby(cu_seq_lens_q.diff().tolist())]
+    parts = (x[0].transpose(0, 1).split([count * length for count, length in batches]) for x in (query, key, value))
+    outputs = []
+    for batch, part in zip(batches, zip(*parts, strict=True), strict=True):
+        queries, keys, values = (x.unflatten(0, batch).transpose(1, 2) for x in part)
+        output = F.scaled_dot_product_attention(queries, keys, values, scale=scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
+def derived_arguments(tower: Any, grids: torch.Tensor, target: torch.device) -> dict[str, torch.Tensor]:
+    """Return the arguments that transformers' tower otherwise derives from the grids on the device. Their computation
+    and each layer's attention, which reads the boundaries of images or windows on the host, would wait for the device.
+
+    Args:
+        grids: int64 [I, 3], as in ImageBatch.
+        target: the device for tensors that the device reads. Boundaries stay on the host.
+    """
+    from transformers import vision_utils
+
+    merge = tower.spatial_merge_size
+    on_host = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grids)}
+    on_device = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)}
+    if hasattr(tower, "window_size"):
+        sizes = merge, tower.window_size, tower.patch_size
+        windows = vision_utils.get_vision_window_index(grids, *sizes)
+        on_device["window_index"], on_host["cu_window_seqlens"] = _ordered_by_size(*windows, grids, merge)
+    if hasattr(tower, "pos_embed"):
+        sizes = tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge
+        taps = vision_utils.get_vision_interpolation_indices_and_weights(grids, *sizes)
+        on_device["interp_indices"], on_device["interp_weights"] = taps
+    return on_host | {name: device.send(values, target) for name, values in on_device.items()}
+
+
+def _ordered_by_size(
+    index: torch.Tensor, boundaries: torch.Tensor, grids: torch.Tensor, merge: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order the windows of each image by decreasing size, so that windows of equal size are consecutive. The tower's
+    last step restores the order of the features.
+
+    Args:
+        index: int64 [F], the features in the order of their windows.
+        boundaries: int32 [windows + 1], the boundaries of the windows, in patches.
+    """
+    sizes, ends = boundaries.diff(), grids.prod(1).cumsum(0)
+    images = torch.bucketize(boundaries[:-1], ends, right=True)
+    order = (images * (1 + sizes.max()) - sizes).argsort(stable=True)
+    windows = index.split((sizes // merge**2).tolist())
+    return torch.cat([windows[i] for i in order.tolist()]), F.pad(sizes[order].cumsum(0, dtype=torch.int32), (1, 0))
+
+
 def _add_features(
     number: int, _: torch.nn.Module, __: tuple, keywords: dict[str, Any], outputs: tuple
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -168,7 +257,7 @@ def add_vision_tower(model: GPTModel, hf_config: Mapping[str, Any], config: Tran
     """Add the vision tower to the model's first chunk. Weights are loaded later."""
     shape = vision_of(hf_config)
     assert shape is not None, "the model has no vision tower"
-    tower = _build(shape, hf_config["vision_config"], config)
+    tower = build_tower(shape, hf_config["vision_config"], config)
     for parameter in tower.parameters():
         # On GPU, the tower's attention backward is nondeterministic; without averaging, replicas would diverge.
         parallel.mark(parameter, average_gradients_across_tp_domain=True)
@@ -177,9 +266,10 @@ def add_vision_tower(model: GPTModel, hf_config: Mapping[str, Any], config: Tran
     vars(model)["vision_tower"] = VisionTower(model, tower, len(shape.deepstack))
 
 
-def _build(shape: VisionShape, vision_config: Mapping[str, Any], config: TransformerConfig) -> torch.nn.Module:
+def build_tower(shape: VisionShape, vision_config: Mapping[str, Any], config: TransformerConfig) -> torch.nn.Module:
+    """Return transformers' tower with uninitialized weights."""
     # Imported here, because transformers takes seconds to import and text models do not use it.
-    from transformers import AutoConfig, AutoModel
+    from transformers import AttentionInterface, AutoConfig, AutoModel
     from transformers.initialization import no_init_weights
 
     # The model_type in vision_config differs between versions of transformers.
@@ -187,6 +277,9 @@ def _build(shape: VisionShape, vision_config: Mapping[str, Any], config: Transfo
     tower_config = AutoConfig.for_model(f"{shape.model_type}_vision", **sizes)
     with no_init_weights():
         tower = AutoModel.from_config(tower_config, dtype=config.params_dtype, attn_implementation="sdpa")
+    tower.patch_embed.proj.__class__ = PatchProjection
+    AttentionInterface.register(SEGMENTS, attend_in_segments)
+    tower.config._attn_implementation = SEGMENTS
     if config.recompute_granularity == "full":
         tower.main_input_name = "hidden_states"  # else transformers requires a gradient of token embeddings
         tower.gradient_checkpointing_enable({"use_reentrant": False})

@@ -7,14 +7,25 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.cluster.object_store import FLOOR_MIB, num_samples, object_store_mib, sample_bytes, states_bytes
+from megarl.cluster.object_store import (
+    FLOOR_MIB,
+    image_bytes,
+    num_samples,
+    object_store_mib,
+    sample_bytes,
+    states_bytes,
+)
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.completion import CandidateIds, VersionRun
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
+from megarl.data.prompts import PromptSet, load_prompts
 from megarl.models.huggingface import Experts
+from tests import tiny_vision
 from tests.paths import BASE
+from tests.unit.data.image_data import config_of as data_config
+from tests.unit.data.image_data import jsonl, png
 
 SOURCE = np.random.default_rng(0)
 LONG = ("rollout.context_length=4096", "rollout.max_new_tokens=3072")
@@ -144,6 +155,39 @@ def test_samples_stay_until_the_next_copy():
     assert num_samples(config(*step, "cluster.copy_every_steps=3")) == 4 * 64 * 16
     sleeping = (*step, "rollout.sleep=true", "cluster.copy_every_steps=3")
     assert num_samples(config(*sleeping)) == 3 * 64 * 16, "the step waits for its copies"
+
+
+IMAGES = ("model.vision=true", "cluster.replace_ranks=false", "rollout.context_length=512", "rollout.max_new_tokens=16")
+
+
+def test_size_includes_the_images_of_the_data(tmp_path: Path):
+    """Three of five prompts have images. A step draws the prompts without replacement, so four prompts have at most the
+    four largest sizes, and seven prompts at most all of them and the two largest. Evaluations sample all prompts."""
+    folder = tiny_vision.build(tmp_path / "model", "qwen2_5_vl")
+    files = [png(40, 40), png(60, 60, seed=1), png(90, 50, seed=2)]
+    for number, file in enumerate(files):
+        (tmp_path / f"{number}.png").write_bytes(file)
+    rows = [{"prompt": "<image>" * len(names), "images": names} for names in (["0.png", "1.png"], ["2.png"], ["0.png"])]
+    source = jsonl(tmp_path, *rows, *({"prompt": "a", "images": None} for _ in range(2)))
+    data = load_prompts(data_config(source), folder)
+
+    def added(count: int, *evaluation: PromptSet) -> int:
+        settings = config(*IMAGES, f"batch={{prompts_per_step: {count}, prompts_per_update: {count}}}")
+        encoded = image_bytes(settings, data, evaluation)
+        mib = object_store_mib(settings, None, encoded=encoded) - object_store_mib(settings, None, encoded=0)
+        assert mib == pytest.approx(encoded / 2**20, abs=1)
+        return encoded
+
+    by_row = sorted([len(files[0]) + len(files[1]), len(files[2]), len(files[0])], reverse=True)
+    assert added(4) == added(5) == sum(by_row)
+    assert added(1) == by_row[0] and added(7) == sum(by_row) + by_row[0] + by_row[1]
+    assert added(1, data) == by_row[0] + sum(by_row)
+
+
+def test_images_of_unread_data_have_an_assumed_size():
+    settings = config(*IMAGES, "batch={prompts_per_step: 6, prompts_per_update: 6}", "rollout.max_staleness=0")
+    assert image_bytes(settings) == 6 * 2**20
+    assert image_bytes(settings.model_copy(update={"model": settings.model.model_copy(update={"vision": False})})) == 0
 
 
 def test_configured_size_is_used_unchanged():

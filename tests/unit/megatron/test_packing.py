@@ -11,8 +11,11 @@ from megarl.config.load import load
 from megarl.megatron.model import layer_spec
 from megarl.megatron.packing import packing_of
 from megarl.models.mtp import add_mtp
+from megarl.models.multimodal import text_config
+from megarl.models.token_cost import TokenCost
+from megarl.models.vision import add_vision
 from tests.paths import BASE
-from tests.published_models import CONFIGS
+from tests.published_models import CONFIGS, VISION_CONFIGS
 
 LLAMA = dict(
     model_type="llama",
@@ -70,3 +73,11 @@ def test_budget_is_per_rank_and_fp8_fills_blocks():
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "actor.tokens_per_microbatch=4096", *fp8])
     requirements = packing_of(config.actor, LLAMA)
     assert (requirements.token_budget, requirements.pack_multiple) == (2 * 4096, 4 * 2 * 32)
+
+
+@pytest.mark.parametrize(("frozen", "is_trained"), [("[]", True), ("[model.visual.*]", False)])
+def test_costs_include_the_vision_tower(frozen: str, is_trained: bool):
+    hf_config = add_vision(text_config(VISION_CONFIGS["Qwen2.5-VL-7B"]))
+    keys = ["actor.layout={tp: 2, cp: 2, pp: 2, dp: 3}", f"actor.frozen={frozen}", "model.vision=true"]
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", *keys])
+    assert packing_of(config.actor, hf_config).cost == TokenCost.of_model(hf_config, is_trained, num_ranks=8)

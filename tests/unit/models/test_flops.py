@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from megarl.models.families import TRANSFORMERS_TYPES
-from megarl.models.flops import forward_flops, training_flops, vision_flops
+from megarl.models.flops import forward_flops, image_flops, training_flops, vision_flops
 from megarl.models.folder import read_config
 from megarl.models.shape import ModelShape
 from megarl.models.vision import add_vision, vision_of
@@ -116,4 +117,24 @@ def test_flops_of_a_vision_tower_match_torch(kind: tiny_vision.Kind, tmp_path: P
     tower = model.model.visual
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         tower(torch.zeros(128, vision.patch_dim), grid_thw=torch.tensor([[1, 8, 8]] * 2))
-    assert vision_flops(vision, 32, 16) == counter.get_total_flops()
+    assert vision_flops(vision, 32, 16) == 2 * image_flops(vision, (1, 8, 8)) == counter.get_total_flops()
+
+
+GRIDS = [(1, 8, 8), (1, 2, 6), (1, 10, 14)]
+"""Grids of images that windows of 4 × 4 patches divide evenly, do not fill, and divide with a remainder."""
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_flops_of_images_match_torch(kind: tiny_vision.Kind, is_trained: bool, tmp_path: Path) -> None:
+    """A frozen tower runs forward only, and neither has a gradient of the pixels."""
+    folder = tiny_vision.build(tmp_path, kind)
+    vision = vision_of(add_vision(read_config(folder)))
+    assert vision is not None
+    tower = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").model.visual
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(is_trained):
+        output = tower(torch.zeros(sum(map(prod, GRIDS)), vision.patch_dim), grid_thw=torch.tensor(GRIDS))
+        if is_trained:
+            features = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+            torch.stack(features).sum().backward()
+    assert sum(image_flops(vision, grid, is_trained) for grid in GRIDS) == counter.get_total_flops()

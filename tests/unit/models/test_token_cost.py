@@ -1,15 +1,20 @@
 """Relative costs compared with torch's FLOP counts for models of transformers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.data.packing import Lengths, bundle
-from megarl.models.flops import forward_flops, mean_context
+from megarl.data.packing import Lengths, bundle, schedule
+from megarl.models.flops import forward_flops, image_flops, mean_context, training_flops
+from megarl.models.folder import read_config
 from megarl.models.huggingface import WindowedAttention
 from megarl.models.shape import ModelShape
 from megarl.models.token_cost import TokenCost
+from megarl.models.vision import add_vision, without_vision
+from tests import tiny_vision
 from tests.packing import packing
 
 COMMON = dict(
@@ -79,3 +84,26 @@ def test_token_cost_counts_only_active_experts():
     few, many = (TokenCost.of_model(config | dict(num_experts=count)) for count in (8, 64))
     dense = TokenCost.of_model(COMMON | dict(model_type="qwen3", head_dim=8))  # 4 · 20 rows of 80
     assert few == many == dense
+
+
+def test_cost_of_images_is_relative_to_a_token(tmp_path: Path) -> None:
+    """Each of a replica's four ranks computes a fourth of the work on tokens, but encodes all images."""
+    config = add_vision(read_config(tiny_vision.build(tmp_path, "qwen3_vl")))
+    shape, grids = ModelShape.of(config), [(1, 8, 8), (1, 2, 6)]
+    assert shape.vision is not None
+    images = sum(image_flops(shape.vision, grid, trains_tower=True) for grid in grids)
+    cost = TokenCost.of_model(config, trains_tower=True, num_ranks=4)
+    assert cost.of_images(grids) == pytest.approx(images / (training_flops(shape, 1, 0, 0) / 4))
+    assert TokenCost.of_model(config, num_ranks=4).of_images(grids) < cost.of_images(grids) / 2.5
+    assert TokenCost.of_model(without_vision(config)).of_images(grids) == 0
+
+
+def test_ranks_are_balanced_by_their_images(tmp_path: Path) -> None:
+    """Two of four prompts with equal numbers of tokens have a large image, which their samples share."""
+    cost = TokenCost.of_model(add_vision(read_config(tiny_vision.build(tmp_path, "qwen3_vl"))))
+    images = ((1, 40, 40),)
+    lengths = [Lengths(name, 20, 10, grids) for name, grids in zip("abcd", (images, images, (), ()), strict=True)]
+    ranks = schedule(lengths, packing(token_budget=60, num_ranks=2, cost=cost))
+    assert sorted(sorted(len(lengths[i].image_grids) for part in rank for i in part) for rank in ranks) == [[0, 1]] * 2
+    [one], [two] = (bundle([lengths[0]] * count, packing(cost=cost)) for count in (1, 2))
+    assert two.cost - one.cost < cost.of_images(images)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from megarl.cluster.memory.parameters import ModelParameters, Models
@@ -14,11 +17,12 @@ from megarl.cluster.memory.reserves import FEATURES, TOWER, sampling_reserve
 from megarl.cluster.memory.vision import tower_bytes, tower_pass_bytes, towers_in_flight
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.data.images import ImageProcessor
 from megarl.models.flops import vision_flops
 from megarl.models.folder import read_config
 from megarl.models.vision import add_vision, vision_of, without_vision
 from megarl.planner.hardware import DENSE_SHARE, read_cluster
-from megarl.planner.phases import phase_loads
+from megarl.planner.phases import host_parts, phase_loads
 from megarl.planner.rollout_time import engine_step_seconds
 from megarl.planner.train_time import train_time
 from megarl.planner.workload import TextWorkload, image_features, workload_of
@@ -49,7 +53,7 @@ def test_prompts_include_an_image(keys: list[str], features: float, tmp_path: Pa
     assert image_features(config, MODEL.shape) == features
     workload = workload_of(config, MODEL.shape)
     assert workload.prompt_tokens == 512 + features
-    assert ("for the assumed image" in workload.describe()) == (features > 0)
+    assert (f"({features:,} for one image of assumed size)" in workload.describe()) == (features > 0)
 
 
 def test_tower_takes_time_on_the_first_stage_only(tmp_path: Path) -> None:
@@ -156,6 +160,23 @@ def test_engine_memory_includes_image_features(tmp_path: Path) -> None:
     assert (
         not {FEATURES, TOWER} & sampling_reserve(config, ModelParameters(without_vision(RECIPE.hf_config)).shape).keys()
     )
+
+
+@pytest.mark.parametrize(("layout", "replicas", "ranks"), [("{tp: 8, dp: 1}", 1, 8), ("{pp: 2, tp: 2, dp: 2}", 2, 4)])
+def test_host_memory_includes_patches(layout: str, replicas: int, ranks: int, tmp_path: Path) -> None:
+    """Each rank of the first stage keeps the patches of its replica's images, one of 576 features per prompt."""
+    config = config_of(tmp_path, f"actor.layout={layout}", "rollout.replicas=8")
+    workload = workload_of(config, MODEL.shape)
+    parts = host_parts(config, Models({"actor": MODEL}), workload, read_cluster("8xH100"))
+    source = io.BytesIO()
+    Image.new("RGB", (768, 768)).save(source, "png")
+    folder = tiny_vision.build(tmp_path / "tiny", "qwen3_vl")
+    image = ImageProcessor.of(folder, max_pixels=768**2).patches([source.getvalue()])
+    assert image.dtype == np.float32
+    assert parts["actor: patches of images"] == ranks * -(-workload.prompts // replicas) * image.nbytes
+    text = config_of(tmp_path, "data.image_column=null", "data.max_pixels=null")
+    without = host_parts(text, Models({"actor": MODEL}), workload_of(text, MODEL.shape), read_cluster("8xH100"))
+    assert "actor: patches of images" not in without
 
 
 def test_decoding_does_not_read_the_tower(tmp_path: Path) -> None:

@@ -17,14 +17,18 @@ from megarl.cluster.supervision import supervisor
 from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
+from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
 from megarl.run import preflight
+from tests import tiny_vision
 from tests.children import Children
 from tests.command_line import run_command
 from tests.e2e.run import write_recipe
 from tests.paths import BASE
 from tests.timing import LIMIT_S
 from tests.tiny_model import write_eagle_draft, write_tiny_llama
+from tests.unit.data.image_data import config_of as image_config
+from tests.unit.data.image_data import jsonl, png
 
 REWARDS = """
 import time
@@ -415,3 +419,20 @@ def test_checkpoint_may_be_at_the_root(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(preflight, "changes_since", lambda _, __, run: compared.append(run) or ())
     preflight._check_resume_and_disk(settings, models, None)
     assert compared == [Path("/")]
+
+
+def test_summary_has_the_number_of_tokens_per_image(tmp_path):
+    """The images have 4 × 4, 2 × 2 and again 4 × 4 patches, which are 4, 1 and 4 tokens."""
+    folder = tiny_vision.build(tmp_path / "model", "qwen3_vl")
+    for name, side in (("a", 64), ("b", 32)):
+        (tmp_path / f"{name}.png").write_bytes(png(side, side))
+    rows = [{"prompt": "<image><image>", "images": ["a.png", "b.png"]}, {"prompt": "<image>", "images": "a.png"}]
+    config = image_config(jsonl(tmp_path, *rows))
+    data = load_prompts(config, folder)
+    assert preflight._first_row(config, data).startswith(
+        "2 prompts with 2 distinct images (on average 3 and at most 4 tokens); first: "
+    )
+    # Two replicas of two ranks, each with one prompt: at most 5 tokens of 4 patches of 2 · 3 · 16² values.
+    keys = ("batch={prompts_per_step: 2, prompts_per_update: 2}", "actor.layout={tp: 2, dp: 2}", "rollout.replicas=4")
+    two = load(BASE, ["model.path=m", "model.vision=true", f"data.source={tmp_path}/train.jsonl", *keys])
+    assert preflight._patch_bytes(two, read_config(folder), data) == 4 * 5 * 4 * 2 * 3 * 16**2 * 4
