@@ -1,19 +1,22 @@
-"""Encoded images of prompts in Ray's object store, one object per image."""
+"""Encoded images in Ray's object store, one object per image."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
 
 from megarl.core.prompt import Prompt
-from megarl.core.sample import SampleRef
+from megarl.core.prompt_images import PromptImage, with_files
+from megarl.core.sample import Sample, SampleRef
 from megarl.data.image_files import ImageFiles
+from megarl.environments.images import ImageStore
 from megarl.rollout.diffusers.request import ImageRequest
 from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.turns import Turns
 
 R = TypeVar("R", bound=SamplingRequest | ImageRequest)
 
@@ -28,19 +31,53 @@ def put_images(prompts: Sequence[Prompt], images: ImageFiles | None) -> list[Pro
     return [prompt.with_files([files[image.digest] for image in prompt.images]) for prompt in prompts]
 
 
+class RayImages(ImageStore):
+    """Stores encoded images in the object store."""
+
+    def put(self, file: bytes) -> ray.ObjectRef:
+        return ray.put(file)
+
+    async def get(self, file: ray.ObjectRef) -> bytes:
+        return await file
+
+
 async def get_images(requests: Sequence[R]) -> Sequence[R]:
     """Fetch the images that the requests refer to, and return the requests with the encoded images."""
-    refs = list(dict.fromkeys(image.file for request in requests for image in request.prompt.images))
-    if not refs:
+    files = await _fetch(image for request in requests for image in request.prompt.images)
+    if not files:
         return requests
-    files = dict(zip(refs, await asyncio.gather(*refs), strict=True))
     return [
         replace(request, prompt=request.prompt.with_files([files[image.file] for image in request.prompt.images]))
         for request in requests
     ]
 
 
+async def get_images_of_turns(turns: Turns) -> Turns:
+    """Fetch the images that the turns refer to, and return the turns with the encoded images."""
+    files = await _fetch(image for turn in turns.values() for image in turn.images)
+    if not files:
+        return turns
+    return {
+        number: replace(turn, images=with_files(turn.images, [files[image.file] for image in turn.images]))
+        for number, turn in turns.items()
+    }
+
+
+async def _fetch(images: Iterable[PromptImage]) -> dict[ray.ObjectRef, bytes]:
+    refs = list(dict.fromkeys(image.file for image in images))
+    return dict(zip(refs, await asyncio.gather(*refs), strict=True))
+
+
+def fetch_files(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with encoded images in place of references to them."""
+    refs = {image.file for sample in samples for image in sample.images if isinstance(image.file, ray.ObjectRef)}
+    if not refs:
+        return list(samples)
+    files = dict(zip(refs, ray.get(list(refs)), strict=True))
+    return [sample.with_files([files.get(image.file, image.file) for image in sample.images]) for sample in samples]
+
+
 def attach_images(sample: SampleRef, prompt: Prompt) -> SampleRef:
-    """Copy the prompt's image references to its sample."""
+    """Copy the prompt's image references to its sample. Samples of environments have references of their own."""
     files: tuple[Any, ...] = tuple(image.file for image in prompt.images)
-    return replace(sample, prompt_images=files) if files else sample
+    return replace(sample, prompt_images=files) if files and sample.rollout is None else sample

@@ -26,7 +26,7 @@ RGB_BYTES, PIXEL_BYTES = 3, 4
 """Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
 
 ENCODED_BYTES = 2**20
-"""Assumed size of a prompt's encoded images in bytes, with model.vision."""
+"""Assumed size in bytes of the encoded images of a prompt or, with an environment, of a rollout, with model.vision."""
 
 EMBEDDING_BYTES = 2 * 4 * max(512 * 2560, 333 * 4096)
 """Size of the embeddings of a caption of maximum length and of the empty caption, with the text encoders of Z-Image or
@@ -55,9 +55,12 @@ def object_store_mib(config: Config, experts: Experts | None, hidden_sizes: Sequ
 
 
 def image_bytes(config: Config) -> int:
-    """Return the size in bytes of the encoded images of all prompts whose samples exist at the same time."""
+    """Return the size in bytes of the encoded images of all prompts or, with an environment, of all rollouts that exist
+    at the same time."""
     if not config.model.vision:
         return 0
+    if config.has_environment:
+        return (num_samples(config) + num_ahead(config)) * ENCODED_BYTES
     batch, num_steps = config.batch, 1 + num_retained_steps(config)
     evaluated = max((settings.size or 0 for settings in config.evaluation.sets), default=0)
     num_prompts = num_steps * batch.sampling_rounds * batch.prompts_per_step + config.prompts_ahead + evaluated

@@ -18,14 +18,16 @@ from megarl.cluster.groups.evaluation import NO_IMAGES, EvaluationScorer, Prompt
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
+from megarl.cluster.image_files import fetch_files
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import Scores, get_samples, get_scores, put_sample, put_scores, with_images
+from megarl.cluster.rank_batch import Scores, get_samples, get_scores, put_sample, put_samples, put_scores, with_images
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.errors import UserError
 from megarl.core.files import retry_when_full
+from megarl.core.latents import AnySample
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.score import Score
@@ -58,8 +60,8 @@ class RewardActor(AsyncProcessActor):
     async def start(self, config: Config, models: ModelFolders) -> None:
         self._worker = RewardWorker(config, models, self._process.threads)
 
-    async def begin(self, samples: Sequence[Sample]) -> None:
-        self._worker.receive(samples)
+    async def begin(self, samples: Sequence[Sample], images: PromptImages = NO_IMAGES) -> None:
+        self._worker.receive(samples, images)
 
     async def forget(self, rollout_ids: Collection[str]) -> None:
         self._worker.forget(rollout_ids)
@@ -84,7 +86,7 @@ class RewardWorker:
         """Samples that the reward functions have started to score, by rollout id."""
         self._ended: dict[str, None] = {}
         """Ids of the most recent rollouts that were scored or dropped, oldest first."""
-        self._finished = FinishedGroups(config.batch.samples_per_prompt + config.samples_greedily)
+        self._finished = FinishedGroups(config.batch.samples_per_prompt + config.samples_greedily, fetch_files)
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -104,14 +106,15 @@ class RewardWorker:
             self._reader = reader = model_reader(config, folder, models.actor)
             self._model_score = classifier_reward(config, folder, reader)
 
-    def receive(self, samples: Sequence[Sample]) -> None:
+    def receive(self, samples: Sequence[Sample], images: PromptImages = NO_IMAGES) -> None:
         """Start scoring samples that have just been sampled. Ignore samples that were already scored or dropped,
-        because an engine's message may arrive after the driver's request for scores."""
+        because an engine's message may arrive after the driver's request for scores. `images` refers to the images of
+        environments, which files with finished groups contain."""
         samples = [sample for sample in samples if sample.rollout_id not in self._ended]
         for sample in samples:
             if is_judged(sample):
                 self.begin(sample)
-        for group in self._finished.add(samples):
+        for group in self._finished.add([with_images(sample, images.get(sample.id, ())) for sample in samples]):
             if self._single_functions:
                 calls = {sample.rollout_id: self._begun[sample.rollout_id][1] for sample in filter(is_judged, group)}
                 self._finished.record(group, calls)
@@ -206,7 +209,7 @@ class RewardWorker:
         return await self._evaluation[name].score(samples, version, file, images)
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
-        fetched = [(row, version, get_samples(refs)) for row, version, refs in groups]
+        fetched = [(row, version, _with_own_images(refs)) for row, version, refs in groups]
         file.parent.mkdir()
 
         def save() -> FileRecord:
@@ -221,7 +224,7 @@ class RewardWorker:
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
         groups = load_samples(file)
-        return [(row, version, [put_sample(sample) for sample in samples]) for row, version, samples in groups]
+        return [(row, version, put_samples(samples)) for row, version, samples in groups]
 
     def begin_finished(self, folder: Path, version: int) -> None:
         self._finished.begin(folder, version)
@@ -239,8 +242,8 @@ class RewardWorker:
                 recorded = results.get(sample.rollout_id)
                 if recorded is not None and recorded.keys() == set(self._functions_for(sample)):
                     task = asyncio.create_task(_recorded(dict(recorded)))
-                    self._begun[sample.rollout_id] = sample, task
-            groups.append([put_sample(sample) for sample in samples])
+                    self._begun[sample.rollout_id] = sample.without_files, task
+            groups.append(put_samples(samples))
         return groups
 
     def _functions_for(self, sample: Sample) -> list[str]:
@@ -303,6 +306,12 @@ def _fetch_images(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, 
         except RayError:
             continue
         yield image, file
+
+
+def _with_own_images(refs: Sequence[SampleRef]) -> list[AnySample]:
+    """Fetch samples with the images of environments."""
+    pairs = zip(get_samples(refs), refs, strict=True)
+    return [fetch_files([with_images(s, r.prompt_images)])[0] if isinstance(s, Sample) else s for s, r in pairs]
 
 
 def _images_of(samples: Sequence[SampleRef]) -> PromptImages:
