@@ -48,6 +48,31 @@ def test_lines_have_one_placeholder_per_image(tmp_path: Path) -> None:
     assert colors == [list(RED), list(GREEN)]
 
 
+def test_placeholder_in_the_text_is_not_an_image(tmp_path: Path) -> None:
+    """If the text differs from the decoded tokens, the images have no places."""
+    item = prompt("p", f"{PLACEHOLDER_TEXT} is ", encoded(RED), "?")
+    changed = replace(prompt("q", encoded(RED), "?"), text="other")
+    file = tmp_path / "step_000001.jsonl"
+    append_rollouts(file, 1, scored(1, item, changed), decode=decode)
+    first, _, second, _ = rows(file)
+    [image], [other] = first["prompt_images"], second["prompt_images"]
+    assert (image["start"], image["stop"]) == (len(f"{PLACEHOLDER_TEXT} is "), len(item.text) - 1)
+    assert other == {name: value for name, value in image.items() if name not in ("start", "stop")}
+
+
+def test_images_in_observations_have_thumbnails(tmp_path: Path) -> None:
+    item, observed = prompt("p", encoded(RED), "?"), prompt("q", encoded(GREEN), encoded(RED)).images
+    [(first, score), *others] = scored(1, item)
+    played = replace(first, response_images=tuple(replace(image, start=100) for image in observed))
+    file = tmp_path / "step_000001.jsonl"
+    append_rollouts(file, 1, [(played, score), *others], decode=decode)
+    row, other = rows(file)
+    assert [image["digest"] for image in row["observation_images"]] == [image.digest for image in observed]
+    assert [image["num_tokens"] for image in row["observation_images"]] == [30, 31]
+    assert all((tmp_path / image["thumbnail"]).is_file() for image in row["observation_images"])
+    assert "observation_images" not in other
+
+
 def test_thumbnail_is_stored_once_for_all_steps(tmp_path: Path) -> None:
     """The second step does not fetch the image, which has a thumbnail."""
     fetched: list[str] = []
