@@ -132,7 +132,7 @@ def test_environment_with_images_agrees_with_engines(tmp_path: Path) -> None:
     assert len(steps) == 2 and all(step["mismatch/logprob_abs_max"] <= LIMIT for step in steps)
     rows = list(map(json.loads, (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()))
     assert len(rows) == 24 and all(row["failure"] is None for row in rows)
-    assert all(len(row["observation_images"]) == 2 for row in rows)
+    assert all(1 <= len(row["observation_images"]) <= 2 for row in rows)  # two observations may be equal
     assert any("thumbnail" in image for row in rows for image in row["observation_images"])
 
 
