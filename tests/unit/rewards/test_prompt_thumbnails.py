@@ -13,7 +13,7 @@ from PIL import Image
 from megarl.core.prompt import Prompt
 from megarl.core.score import Score
 from megarl.rewards import prompt_thumbnails
-from megarl.rewards.prompt_thumbnails import THUMBNAILS, prompt_fields, thumbnail_path, write_thumbnails
+from megarl.rewards.prompt_thumbnails import THUMBNAILS, thumbnail_path, write_thumbnails
 from megarl.rewards.rollout_file import append_rollouts
 from tests.prompt_image_run import PLACEHOLDER_TEXT, decode, encoded, prompt, sample
 
@@ -140,11 +140,6 @@ def test_time_for_thumbnails_is_limited(tmp_path: Path, monkeypatch: pytest.Monk
     for step in (1, 2):
         append_rollouts(tmp_path / f"step_{step:06d}.jsonl", step, scored(step, item), decode=decode)
         assert names_in(tmp_path) == {f"{image.digest}.png" for image in item.images[:step]}
-
-
-def test_text_with_other_placeholders_has_no_images() -> None:
-    item = prompt("p", f"{PLACEHOLDER_TEXT} ", encoded(RED))
-    assert prompt_fields(item, decode, {}) == {"prompt": f"{PLACEHOLDER_TEXT} {PLACEHOLDER_TEXT}"}
 
 
 def test_links_and_damaged_thumbnails_are_not_in_the_grid(tmp_path: Path) -> None:

@@ -82,10 +82,6 @@ SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
             ["model.vision=true", "reward_model.path=m", f"evaluation.sets=[{SET}, image_column: images}}]"],
             "reward_model.path=m: the reward model does not see the images of prompts. Fix: set reward_model.path=null",
         ),
-        (
-            ["model.vision=true", "reward_model.path=m", "environment.class=calculator", "rewards.functions=[]"],
-            "reward_model.path=m: the reward model does not see the images of prompts. Fix: set reward_model.path=null",
-        ),
         (["data.image_folders=[/photos]"], "data.image_folders=[/photos]: has no effect unless data.image_column=imag"),
         (
             [f"evaluation.sets=[{SET}, image_column: images}}]"],
