@@ -214,7 +214,7 @@ class Session:
     async def _complete(self, slot: TurnSlot, request: ChatRequest) -> Completion:
         limit, seed = self._token_limit(slot), turn_seed(self._seed, slot.number)
         limit = min(limit, request.max_tokens or limit)
-        return await self._sample(slot.ids, limit, seed, request.stop, images=slot.tokens.images)
+        return await self._sample(slot.ids, limit, seed, request.stop, slot.tokens.images)
 
     def _token_limit(self, slot: TurnSlot) -> int:
         """Return the maximum number of tokens in a turn. Raise ApiError if the sample is full."""
