@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.core.completion import Completion, VersionRun
+from megarl.core.prompt_images import PromptImage
 
 HERMES_TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\\n' }}
@@ -54,6 +55,7 @@ class Asked:
     seed: int
     stop: tuple[str, ...]
     completion: Completion
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass
@@ -69,7 +71,12 @@ class ScriptedPolicy:
         self.script = iter(self.script)
 
     async def __call__(
-        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        seed: int,
+        stop: Sequence[str] = (),
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         number, text = len(self.asked), next(self.script)
         self.asked.append(None)  # reserve the index, because calls may overlap
@@ -85,5 +92,5 @@ class ScriptedPolicy:
         completion = Completion(
             ids, logprobs, (VersionRun(number, len(ids)),), "length" if is_cut else "stop", stop=stopped_by
         )
-        self.asked[number] = Asked(list(token_ids), max_new_tokens, seed, tuple(stop), completion)
+        self.asked[number] = Asked(list(token_ids), max_new_tokens, seed, tuple(stop), completion, tuple(images))
         return completion

@@ -1,4 +1,4 @@
-"""Encoded images of prompts in Ray's object store, one object per image."""
+"""Encoded images in Ray's object store, one object per image."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import ray
 
 from megarl.cluster.rank_batch import with_images
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import with_files
 from megarl.core.sample import Sample, SampleRef
 from megarl.data.image_files import ImageFiles
+from megarl.environments.images import ImageStore
 from megarl.rollout.diffusers.request import ImageRequest
 from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.turns import Turns
 
 R = TypeVar("R", bound=SamplingRequest | ImageRequest)
 
@@ -29,6 +32,16 @@ def put_images(prompts: Sequence[Prompt], images: ImageFiles | None) -> list[Pro
     return [prompt.with_files([files[image.digest] for image in prompt.images]) for prompt in prompts]
 
 
+class RayImages(ImageStore):
+    """Stores encoded images in the object store."""
+
+    def put(self, file: bytes) -> ray.ObjectRef:
+        return ray.put(file)
+
+    async def get(self, file: ray.ObjectRef) -> bytes:
+        return await file
+
+
 async def get_images(requests: Sequence[R]) -> Sequence[R]:
     """Fetch the images that the requests refer to, and return the requests with the encoded images."""
     files = await _fetch(ref for request in requests for ref in request.prompt.files)
@@ -40,19 +53,39 @@ async def get_images(requests: Sequence[R]) -> Sequence[R]:
     ]
 
 
+async def get_images_of_turns(turns: Turns) -> Turns:
+    """Fetch the images that the turns refer to, and return the turns with the encoded images."""
+    files = await _fetch(image.file for turn in turns.values() for image in turn.images)
+    if not files:
+        return turns
+    return {
+        number: replace(turn, images=with_files(turn.images, [files[image.file] for image in turn.images]))
+        for number, turn in turns.items()
+    }
+
+
 async def fetch_images(samples: Sequence[Sample], images: Mapping[str, Sequence[Any]]) -> list[Sample]:
-    """Return the samples with the encoded images of their prompts. `images`: references by sample id; samples without
-    references are returned unchanged."""
+    """Return the samples with their encoded images. `images`: references by sample id; samples without references are
+    returned unchanged."""
     files = await _fetch(ref for sample in samples for ref in images.get(sample.id, ()))
     return [with_images(sample, [files[ref] for ref in images.get(sample.id, ())]) for sample in samples]
 
 
 async def _fetch(refs: Iterable[Any]) -> dict[Any, bytes]:
-    """Fetch each object once, and return the objects by reference."""
+    """Fetch each object once. Return a mapping from reference to object."""
     unique = list(dict.fromkeys(refs))
     return dict(zip(unique, await asyncio.gather(*unique), strict=True))
 
 
+def fetch_files(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with encoded images in place of references to them."""
+    refs = {image.file for sample in samples for image in sample.images if isinstance(image.file, ray.ObjectRef)}
+    if not refs:
+        return list(samples)
+    files = dict(zip(refs, ray.get(list(refs)), strict=True))
+    return [sample.with_files([files.get(image.file, image.file) for image in sample.images]) for sample in samples]
+
+
 def attach_images(sample: SampleRef, prompt: Prompt) -> SampleRef:
-    """Copy the prompt's image references to its sample."""
-    return replace(sample, prompt_images=prompt.files) if prompt.files else sample
+    """Attach the prompt's image references to its sample. Environment samples already have theirs."""
+    return replace(sample, prompt_images=prompt.files) if prompt.files and sample.rollout is None else sample

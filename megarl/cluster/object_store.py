@@ -30,7 +30,7 @@ RGB_BYTES, PIXEL_BYTES = 3, 4
 """Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
 
 ENCODED_BYTES = 2**20
-"""Assumed size of a prompt's encoded images in bytes, with model.vision, where the data has not been read."""
+"""Assumed size in bytes of the encoded images of a prompt or, with an environment, of a rollout, with model.vision."""
 
 EMBEDDING_BYTES = 2 * 4 * max(512 * 2560, 333 * 4096)
 """Size of the embeddings of a caption of maximum length and of the empty caption, with the text encoders of Z-Image or
@@ -71,6 +71,8 @@ def image_bytes(config: Config, data: PromptSet | None = None, evaluation: Itera
     """
     if not config.model.vision:
         return 0
+    if config.has_environment:
+        return num_samples(config) * ENCODED_BYTES  # of rollouts
     batch, num_steps = config.batch, 1 + num_retained_steps(config)
     num_prompts = num_steps * batch.sampling_rounds * batch.prompts_per_step + config.prompts_ahead
     if data is not None:

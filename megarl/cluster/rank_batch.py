@@ -109,18 +109,36 @@ def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores
     return {name: join_by_sample([part.get(name, {}) for part in parts]) for name in names}
 
 
-def put_sample(sample: AnySample) -> SampleRef:
-    """Put the sample into Ray's object store, which keeps it while a reference to it exists."""
+def put_sample(sample: AnySample, images: dict[str, ray.ObjectRef] | None = None) -> SampleRef:
+    """Put the sample into Ray's object store, which keeps it while a reference to it exists. Encoded images become
+    separate objects.
+
+    Args:
+        images: references to encoded images by digest, which are used and added to. Samples that share it share
+            objects.
+    """
     import ray
 
     if isinstance(sample, LatentSample):
         trained = SampleRef.of(sample, ray.put(sample.for_training))
         return replace(trained, pictured=ray.put(sample.for_rewards))
-    return SampleRef.of(sample, ray.put(sample))
+    known, files = {} if images is None else images, []
+    for image in sample.images:
+        if isinstance(image.file, bytes) and image.digest not in known:
+            known[image.digest] = ray.put(image.file)
+        files.append(known[image.digest] if isinstance(image.file, bytes) else image.file)
+    found = SampleRef.of(sample, ray.put(sample.without_files))
+    return found if None in files else replace(found, prompt_images=tuple(files))
+
+
+def put_samples(samples: Sequence[AnySample]) -> list[SampleRef]:
+    """Put samples into the object store. Equal images are stored once."""
+    images: dict[str, ray.ObjectRef] = {}
+    return [put_sample(sample, images) for sample in samples]
 
 
 def get_samples(refs: Sequence[SampleRef]) -> list[AnySample]:
-    """Fetch whole samples."""
+    """Fetch whole samples, without encoded images."""
     fetched = _get(part for ref in refs for part in (ref.sample, ref.scored))
     images = (None if ref.pictured is None else fetched[ref.pictured].image for ref in refs)
     samples = (fetched[ref.sample] for ref in refs)
@@ -258,13 +276,14 @@ class FetchedBatches:
 
 def with_prompt(sample: Sample, token_ids: NDArray[np.int32]) -> Sample:
     """Return the sample with the token ids of its prompt replaced, int32 [P], and its images and routes removed."""
-    return replace(sample, prompt=replace(sample.prompt, token_ids=token_ids, images=()), routes=None)
+    prompt = replace(sample.prompt, token_ids=token_ids, images=())
+    return replace(sample, prompt=prompt, response_images=(), routes=None)
 
 
 def with_images(sample: Sample, files: Sequence[Any]) -> Sample:
-    """Attach encoded images, or references to them, to the sample's prompt. Return the sample unchanged if it has
+    """Attach encoded images, or references to them, to the sample's images. Return the sample unchanged if there are
     none."""
-    return replace(sample, prompt=sample.prompt.with_files(files)) if files else sample
+    return sample.with_files(files) if files else sample
 
 
 def _get(refs: Iterable[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:

@@ -279,9 +279,14 @@ class Config(Section):
         return [teacher for teacher in self.teachers.models if teacher.path is None] if self.has_teachers else []
 
     @property
-    def has_image_prompts(self) -> bool:
-        """Whether prompts of the run or of its evaluation sets contain images."""
-        return self.data.image_column is not None or any(item.image_column for item in self.evaluation.sets)
+    def trains_on_images(self) -> bool:
+        """Whether training samples may contain images, in the prompts or from an environment."""
+        return self.data.image_column is not None or (self.model.vision and self.has_environment)
+
+    @property
+    def may_have_images(self) -> bool:
+        """Whether samples of the run or of its evaluation sets may contain images."""
+        return self.trains_on_images or any(item.image_column for item in self.evaluation.sets)
 
     @property
     def teachers_see_feedback(self) -> bool:

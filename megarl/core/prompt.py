@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.core.arrays import HoldsArrays
-from megarl.core.prompt_images import PromptImage
+from megarl.core.prompt_images import PromptImage, with_files
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,4 @@ class Prompt(HoldsArrays):
 
     def with_files(self, files: Sequence[Any]) -> Prompt:
         """Return the prompt with PromptImage.file set for each image. `files`: one value per image, in order."""
-        if not self.images and not files:
-            return self
-        images = (replace(image, file=file) for image, file in zip(self.images, files, strict=True))
-        return replace(self, images=tuple(images))
+        return replace(self, images=with_files(self.images, files)) if self.images or files else self

@@ -1,19 +1,19 @@
-"""Images among the tokens of a prompt."""
+"""Images among the tokens of a prompt, or of observations after it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """One image in a prompt. Its tokens are consecutive placeholders, whose embeddings the vision tower's features
-    replace.
+    """One image that the policy receives. Its tokens are consecutive placeholders, whose embeddings the vision tower's
+    features replace.
 
     Attributes:
-        start: index of the first placeholder in the token ids of the prompt. Images of a conversation may follow the
-            prompt; for these, it is the index in the token ids of the prompt and the response.
+        start: index of the first placeholder among the token ids of the prompt and the response.
         num_tokens: number of placeholders.
         grid: numbers of patches in time (1), height and width.
         digest: SHA-256 of the encoded image.
@@ -30,3 +30,28 @@ class PromptImage:
     @property
     def stop(self) -> int:
         return self.start + self.num_tokens
+
+
+def with_files(images: Sequence[PromptImage], files: Sequence[Any]) -> tuple[PromptImage, ...]:
+    """Return the images with these values of PromptImage.file, one per image."""
+    return tuple(replace(image, file=file) for image, file in zip(images, files, strict=True))
+
+
+def expand(
+    token_ids: Sequence[int], token: int, images: Sequence[PromptImage]
+) -> tuple[list[int], tuple[PromptImage, ...]]:
+    """Return the token ids with one placeholder per feature instead of one per image, and the images at their starts.
+
+    Args:
+        token_ids: ids in which the placeholder `token` occurs once per image.
+    """
+    expanded: list[int] = []
+    placed: list[PromptImage] = []
+    for number in token_ids:
+        if number == token:
+            placed.append(replace(images[len(placed)], start=len(expanded)))
+            expanded += [token] * placed[-1].num_tokens
+        else:
+            expanded.append(number)
+    assert len(placed) == len(images), f"{len(placed)} placeholders for {len(images)} images"
+    return expanded, tuple(placed)

@@ -8,7 +8,7 @@ torch tensors and exists only where a model runs.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from megarl.core.arrays import HoldsArrays
 from megarl.core.completion import NO_DRAFTS, CandidateIds, DraftCounts, FinishReason, VersionRun, newest, oldest
 from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage, with_files
 from megarl.core.score import NO_BASELINE, NO_TOTALS, Baseline, RewardPart, TokenTotals
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Sample(HoldsArrays):
         labels: float32 [R] in [0, 1], labels of the response tokens from the data, NaN for unlabeled tokens. None
             unless the data has labels.
         drafts: draft tokens that the engine verified, summed over turns.
+        response_images: the images in an environment's observations, in the order of their placeholders.
     """
 
     id: str
@@ -67,6 +69,7 @@ class Sample(HoldsArrays):
     routes: NDArray[np.signedinteger] | None = None
     labels: NDArray[np.float32] | None = None
     drafts: DraftCounts = NO_DRAFTS
+    response_images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
@@ -123,7 +126,7 @@ class Sample(HoldsArrays):
             turns=() if self.episode is None else self.episode.turns,
             beginning=_prefix_checksum(self),
             drafts=self.drafts,
-            image_grids=tuple(image.grid for image in self.prompt.images),
+            image_grids=tuple(image.grid for image in self.images),
         )
 
     def __reduce__(self) -> tuple:
@@ -131,12 +134,34 @@ class Sample(HoldsArrays):
             np.packbits(self.response_mask),
             *(self.id, self.prompt, self.response_ids, self.response_logprobs, self.versions, self.finish_reason),
             *(self.text, self.candidate_ids, self.rollout_id, self.episode, self.routes, self.labels, self.drafts),
+            self.response_images,
         )
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """Token ids of the prompt followed by the response, int32 [P + R]."""
         return np.concatenate((self.prompt.token_ids, self.response_ids))
+
+    @property
+    def images(self) -> tuple[PromptImage, ...]:
+        """All images, in the order of their placeholders: those of the prompt, then those of observations."""
+        return (*self.prompt.images, *self.response_images)
+
+    def with_files(self, files: Sequence[Any]) -> Sample:
+        """Return the sample with PromptImage.file set for each image. `files`: one value per image, in order."""
+        if not files:
+            return self
+        count = len(self.prompt.images)
+        return replace(
+            self,
+            prompt=self.prompt.with_files(files[:count]),
+            response_images=with_files(self.response_images, files[count:]),
+        )
+
+    @property
+    def without_files(self) -> Sample:
+        """The sample without encoded images or references to them."""
+        return self.with_files([None] * len(self.images))
 
     @property
     def num_tokens(self) -> int:
@@ -152,7 +177,11 @@ def _unpack_sample(
 
 
 def _prefix_checksum(sample: Sample) -> int:
-    tokens = 0 if sample.episode is None else prompt_checksum(sample.prompt.token_ids)
+    tokens = 0
+    if sample.episode is not None:
+        tokens = prompt_checksum(sample.prompt.token_ids)
+        for image in sample.prompt.images:
+            tokens = zlib.crc32(f"{image.start} {image.digest}".encode(), tokens)
     routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
     return zlib.crc32(routes, tokens)
 
@@ -174,15 +203,15 @@ class SampleRef:
         rollout_id: as in Sample.
         rollout: statistics of its rollout; None without an environment.
         turns: as in Episode; empty without an environment.
-        beginning: checksum of the prompt's tokens if an environment may vary them between samples of one prompt, and
-            of their routes if the engine reports routes. Samples with equal values can share their prompt.
+        beginning: checksum of the prompt's tokens and images if an environment may vary them between samples of one
+            prompt, and of their routes if the engine reports routes. Samples with equal values can share their prompt.
         drafts: as in Sample.
-        image_grids: grid of each image in the prompt, as in PromptImage.
+        image_grids: grid of each image, as in PromptImage.
         sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself. Of an
             image, it has only the part for training.
         pictured: reference to the image's part for rewards; None for a text.
-        prompt_images: references to the prompt's encoded images, which are stored apart from the sample; empty until a
-            step takes the sample.
+        prompt_images: references to the encoded images of the sample, in the order of Sample.images. They are stored
+            apart from the sample. Without an environment, the tuple is empty until a step takes the sample.
         tokens_per_step: LatentSample.num_tokens; 0 for a text.
         step: index of the single trained denoising step to which the reference refers, once an image is dispatched;
             None: the whole sample.

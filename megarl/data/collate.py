@@ -224,12 +224,12 @@ class _Layout:
         return positions
 
     def rotary_positions(self, samples: Sequence[Sample]) -> torch.Tensor | None:
-        """Return the positions of tokens in time, height and width; None if no prompt has images."""
-        if not any(sample.prompt.images for sample in samples):
+        """Return the positions of tokens in time, height and width; None if there are no images."""
+        if not any(sample.images for sample in samples):
             return None
         positions = np.tile(self.positions(), (3, 1))
         for sample, first, stop in zip(samples, self.boundaries, self.boundaries[1:], strict=False):
-            if images := sample.prompt.images:
+            if images := sample.images:
                 positions[:, self.document_tokens[first:stop]] = rotary_positions(int(stop - first), images)
         return torch.from_numpy(positions)
 
@@ -242,7 +242,7 @@ class _Layout:
         found: list[PromptImage] = []
         num_features = 0
         for sample, first in zip(samples, self.boundaries, strict=False):
-            for image in sample.prompt.images:
+            for image in sample.images:
                 if image.digest not in first_features:
                     first_features[image.digest] = num_features
                     num_features += image.num_tokens

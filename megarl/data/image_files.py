@@ -144,7 +144,7 @@ def _source(value: Any, folder: Path) -> Path | bytes:
         return value
     scheme, colon, rest = value.partition(":")
     if colon and scheme.lower() == "data":
-        return _content_of_url(value)
+        return content_of_url(value)
     if _REMOTE.match(value):
         raise ImageError("images are not downloaded", "download it and use the file's path")
     if colon and scheme.lower() == "file":
@@ -157,7 +157,13 @@ def _source(value: Any, folder: Path) -> Path | bytes:
     return Path(os.path.normpath(folder / value))
 
 
-def _content_of_url(url: str) -> bytes:
+def data_url(file: bytes, media_type: str = "application/octet-stream") -> str:
+    """Return a data: URL with this content."""
+    return f"data:{media_type};base64,{base64.b64encode(file).decode()}"
+
+
+def content_of_url(url: str) -> bytes:
+    """Return the content of a data: URL. Raise ImageError if it is malformed."""
     header, comma, content = url.partition(",")
     if not comma:
         raise ImageError("its data: URL has no comma before the content", "write data:image/png;base64,CONTENT")

@@ -1,9 +1,9 @@
-"""Placeholders of images in prompts: parts of messages, and markers in text."""
+"""Images in messages: parts of their contents, and markers in text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.core.errors import UserError
@@ -50,6 +50,44 @@ def without_images(prompt: Content) -> Content:
         else {**message, "content": [_plain(part) for part in message["content"]]}
         for message in prompt
     ]
+
+
+def images_in(content: Any) -> list[Mapping[str, Any]]:
+    """Return the image parts of a message's content, which may have any form."""
+    parts = content if isinstance(content, list | tuple) else ()
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") in ("image", "image_url")]
+
+
+def texts_in(content: Any) -> list[str]:
+    """Return the texts of a content; empty for a content that is neither text nor parts."""
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list | tuple) else ()
+    return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+
+
+def map_texts(content: Any, change: Callable[[str], str]) -> Any:
+    """Return a content with `change` applied to each of its `texts_in`, in order."""
+    if isinstance(content, str):
+        return change(content)
+    if not isinstance(content, list | tuple):
+        return content
+    return [
+        {**part, "text": change(part["text"])}
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        else part
+        for part in content
+    ]
+
+
+def join_contents(*contents: Any) -> str | list[Any]:
+    """Concatenate contents: text or, if any of them has images, a list of parts."""
+    if not any(map(images_in, contents)):
+        return "".join(map(str, contents))
+    joined: list[Any] = []
+    for content in contents:
+        joined += content if isinstance(content, list | tuple) else [{"type": "text", "text": str(content)}]
+    return joined
 
 
 def count_markers(prompt: Content) -> int:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from megarl.config.data_schema import Data
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.prompt_images import PromptImage
+from megarl.core.prompt_images import PromptImage, expand
 from megarl.data.chat import plain
 from megarl.data.image_files import ImageFiles, StoredImage, describe
 from megarl.data.image_parts import place_images
@@ -42,6 +42,10 @@ class LoadedImage:
 
     image: StoredImage
     grid: tuple[int, int, int]
+
+    def prompt_image(self, processor: ImageProcessor) -> PromptImage:
+        """Return the image with start 0."""
+        return PromptImage(0, processor.num_tokens(self.grid), self.grid, self.image.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +120,7 @@ class ImageRows:
                 f"{place}: the number of image tokens in the prompt is {num_tokens}, but the number of images is "
                 f"{len(images)}. Fix: {fix}"
             )
-        expanded: list[int] = []
-        placed: list[PromptImage] = []
-        for token in token_ids:
-            if token != self.token:
-                expanded.append(token)
-                continue
-            loaded = images[len(placed)]
-            count = self.processor.num_tokens(loaded.grid)
-            placed.append(PromptImage(len(expanded), count, loaded.grid, loaded.image.digest))
-            expanded += [token] * count
-        return expanded, tuple(placed)
+        return expand(token_ids, self.token, [loaded.prompt_image(self.processor) for loaded in images])
 
     def expand_masked(
         self, token_ids: list[int], mask: list[bool], images: Sequence[LoadedImage], place: str

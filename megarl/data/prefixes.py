@@ -2,12 +2,17 @@
 
 The samples of a prompt form a tree whose nodes are runs of tokens. All samples share the prompt. Samples of one rollout
 that continue an earlier sample share its turns, and branches share the tokens before their branching point. Equal
-tokens are not shared if they are replayed through different experts, because their keys and values differ.
+tokens are not shared if they are replayed through different experts, or if they are placeholders of different images,
+because their keys and values differ.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megarl.core.sample import Sample
 from megarl.data.packing import Packing
@@ -29,7 +34,7 @@ def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[R
         # Rollouts of one prompt may start with different tokens from the environment or different routes from the
         # engine.
         routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
-        images = tuple(image.digest for image in sample.prompt.images)
+        images = tuple((image.start, image.digest) for image in sample.prompt.images)
         prompt = sample.prompt.id, sample.prompt.token_ids.tobytes(), images, routes
         indices_by_prompt.setdefault(prompt if packing.shares_prompts else index, []).append(index)
     for indices in indices_by_prompt.values():
@@ -44,7 +49,7 @@ class _Tree:
 
     def __init__(self, samples: Sequence[Sample], packing: Packing):
         self._samples, self._packing = samples, packing
-        self._ids = [sample.token_ids for sample in samples]
+        self._ids = list(map(_comparable_ids, samples))
         self.runs: list[list[Run]] = [[] for _ in samples]
         self.end = 0
 
@@ -79,4 +84,16 @@ class _Tree:
         if routes is not None and other_routes is not None:
             end = depth + length
             differing |= (routes[depth:end] != other_routes[depth:end]).any(axis=(1, 2))
-        return depth + (int(differing.argmax()) if differing.any() else length)
+        stop = depth + (int(differing.argmax()) if differing.any() else length)
+        # Different routes may end the prefix within an image, which has to be in one run.
+        return min([stop, *(image.start for image in self._samples[one].images if image.start < stop < image.stop)])
+
+
+def _comparable_ids(sample: Sample) -> NDArray[np.int64]:
+    """Return the sample's token ids, in which a negative number that depends on the image replaces the ids of its
+    placeholders."""
+    ids = sample.token_ids.astype(np.int64)
+    for image in sample.images:
+        number = int.from_bytes(hashlib.blake2b(image.digest.encode(), digest_size=7).digest())
+        ids[image.start : image.stop] = -1 - number
+    return ids

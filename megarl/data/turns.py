@@ -20,6 +20,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
+from megarl.data.image_parts import join_contents
 from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.data.tool_formats import FORMATS, CallReader, format_of, instructions
 from megarl.data.typed_tokens import typed_tokens
@@ -253,13 +254,14 @@ class ChatTokens:
             if message["role"] != "tool":
                 is_after_answer = place > 0 and messages[place - 1]["role"] == "tool" and not self._shows("tool")
                 if message["role"] == "user" and is_after_answer:
-                    message = {"role": "user", "content": f"{carried.pop()['content']}\n{message['content']}"}
+                    content = join_contents(carried.pop()["content"], "\n", message["content"])
+                    message = {"role": "user", "content": content}
             elif self._shows("tool"):
                 message = _complete(message, place)
             else:
-                answer = f"<tool_response>\n{message['content']}\n</tool_response>"
+                answer = join_contents("<tool_response>\n", message["content"], "\n</tool_response>")
                 if place > 0 and messages[place - 1]["role"] == "tool":
-                    answer = f"{carried.pop()['content']}\n{answer}"
+                    answer = join_contents(carried.pop()["content"], "\n", answer)
                 message = {"role": "user", "content": answer}
             carried.append(message)
         return carried
@@ -294,14 +296,14 @@ class ChatTokens:
         if messages[0]["role"] == "system" or (text is not None and self._instructions in text):
             return _with_system(messages, self._instructions)
         first, *others = messages
-        return [{**first, "content": f"{self._instructions}\n\n{first['content']}"}, *others]
+        return [{**first, "content": join_contents(f"{self._instructions}\n\n", first["content"])}, *others]
 
 
 def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
     """Return the messages with the text appended to the system message, which is added if missing."""
     first, *others = messages
     if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
+        return [{**first, "content": join_contents(first["content"], f"\n\n{text}")}, *others]
     return [{"role": "system", "content": text}, *messages]
 
 

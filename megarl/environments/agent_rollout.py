@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megarl.core.sample import Sample
 from megarl.environments.hosts import HostFailure, HostProcess
+from megarl.environments.images import ImageReader, RolloutImages
 from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import Task
 from megarl.environments.sessions.server import MODEL, SessionServer
@@ -22,16 +23,25 @@ if TYPE_CHECKING:
 class AgentRollout:
     """One rollout of an agent. It ends when the agent's `run` method returns."""
 
-    def __init__(self, config: Config, server: SessionServer, request: RolloutRequest, sample: Sampler):
+    def __init__(
+        self,
+        config: Config,
+        server: SessionServer,
+        request: RolloutRequest,
+        sample: Sampler,
+        images: ImageReader | None = None,
+    ):
         self._config, self._server, self._request, self._sample = config, server, request, sample
+        self._images = RolloutImages(images, request.prompt)
         self.parts: list[Part] = []
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
         """Run the agent. Raise HostFailure if the agent fails, and re-raise engine errors."""
         request, prompt = self._request, self._request.prompt
-        task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
-        session = self._server.open(self._sample, SessionLimits.of(self._config), request.seed)
+        messages = await self._images.with_urls(self._images.messages_of(prompt))
+        task = Task(prompt.id, messages, prompt.answer, prompt.columns, request.task_seed)
+        session = self._server.open(self._sample, SessionLimits.of(self._config), request.seed, self._images)
         access = {"base_url": self._server.base_url, "api_key": session.token, "model": MODEL}
         try:
             limit_s = self._config.environment.agent_timeout_s

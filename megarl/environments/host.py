@@ -11,15 +11,17 @@ import json
 import os
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from io import BufferedRWPair
 from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.files import MAX_DEPTH, is_deeper
+from megarl.data.image_parts import images_in, map_texts
 from megarl.environments.protocol import Agent, Environment, Opening, Step, Task, Turn
 from megarl.environments.registry import SANDBOX, check_environment, is_agent, takes_sandbox
+from megarl.environments.sent_images import with_data_urls
 from megarl.environments.tools import MalformedCall, Status, ToolCall, describe, run, tools_of
 from megarl.sandbox.choice import find_provider
 from megarl.usercode.failures import kind_of
@@ -27,8 +29,8 @@ from megarl.usercode.feedback import split_feedback
 from megarl.usercode.parent import connect, send
 
 MAX_CHARACTERS = 2**23
-"""Maximum total number of characters of the messages in a response. Longer text would not fit into any context, and
-parsing it would block the process that runs the rollouts."""
+"""Maximum total number of characters of text in the messages of a response. Longer text would not fit into any context,
+and parsing it would block the process that runs the rollouts."""
 
 CUT = "… [cut]"
 
@@ -61,6 +63,8 @@ class Host:
         opening = await run(environment.reset, Task(**request["task"]))
         if isinstance(opening, Opening):
             ids = None if opening.token_ids is None else list(map(int, opening.token_ids))
+            if ids is not None and _have_images(opening.messages):
+                raise TypeError("Opening.token_ids cannot have images. Fix: return only the messages")
             return {"messages": _plain(opening.messages), "token_ids": ids, "state": _key(opening.state)}
         return {"messages": None if opening is None else _plain(opening), "token_ids": None, "state": None}
 
@@ -72,6 +76,8 @@ class Host:
         if not isinstance(step, Step):
             raise TypeError(f"step returned {type(step).__name__}. Fix: return a megarl.environments.Step")
         observation = step.observation
+        if step.as_is and not isinstance(observation, str) and _have_images(observation or ()):
+            raise TypeError("an observation with as_is=True cannot have images. Fix: set as_is=False")
         if observation is None and not (step.done or turn["is_last"]):
             raise TypeError(
                 "step returned neither an observation nor done=True, but the policy has turns left. Fix: return "
@@ -110,20 +116,28 @@ class Host:
         return {} if isinstance(environment, Agent) else environment.toolbox.counts
 
 
+def _have_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(images_in(message.get("content")) for message in messages)
+
+
 def _plain(messages: Any) -> list[dict[str, Any]]:
-    """Convert messages to JSON values. Raise TypeError for a message without a role or content."""
+    """Convert messages to JSON values, with images as data: URLs. Raise TypeError for a message without a role or
+    content, and the errors of `with_data_urls`."""
     messages = [dict(message) for message in messages]
     invalid = [message for message in messages if not isinstance(message.get("role"), str) or "content" not in message]
     if invalid:
         raise TypeError(f"{invalid[0]!r} is not a message. Fix: give each message the keys role and content")
+    messages = with_data_urls(messages)
     if is_deeper(messages, MAX_DEPTH):
         raise TypeError(f"a message is nested deeper than {MAX_DEPTH} levels. Fix: return text")
     left = MAX_CHARACTERS
-    for message in messages:
-        if isinstance(content := message["content"], str):
-            message["content"] = content if len(content) <= left else f"{content[:left]}{CUT}"
-            left = max(0, left - len(content))
-    return json.loads(json.dumps(messages))
+
+    def cut(text: str) -> str:
+        nonlocal left
+        room, left = left, max(0, left - len(text))
+        return text if len(text) <= room else f"{text[:room]}{CUT}"
+
+    return json.loads(json.dumps([{**message, "content": map_texts(message["content"], cut)} for message in messages]))
 
 
 def _key(state: Any) -> str | None:

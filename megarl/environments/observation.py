@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import Environment
+from megarl.data.image_parts import map_texts, texts_in
 from megarl.data.plain_turns import text_ids
 
 if TYPE_CHECKING:
@@ -16,20 +18,24 @@ def limit_observation(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, settings: Environment
 ) -> list[Mapping[str, Any]] | None:
     """Return the messages of an observation with at most environment.observation_tokens tokens of text. Tokens of the
-    chat template do not count. A longer observation is cut at the limit; the messages after it remain, with empty text.
-    If environment.overlong_observation=refuse, return None for a longer observation."""
+    chat template and of images do not count. A longer observation is cut at the limit; the messages after it remain,
+    with empty text. If environment.overlong_observation=refuse, return None for a longer observation."""
     left = settings.observation_tokens
     if left is None:
         return list(messages)
-    contents = [message["content"] for message in messages]
-    texts = [text_ids(tokenizer, content) if isinstance(content, str) else [] for content in contents]
-    if sum(map(len, texts)) > left and settings.overlong_observation == "refuse":
+    ids_of = partial(text_ids, tokenizer)
+    texts = [text for message in messages for text in texts_in(message["content"])]
+    if sum(len(ids_of(text)) for text in texts) > left and settings.overlong_observation == "refuse":
         return None
-    limited = []
-    for message, token_ids in zip(messages, texts, strict=True):
-        limited.append(message if len(token_ids) <= left else {**message, "content": _cut(token_ids, left, tokenizer)})
+
+    def limit(text: str) -> str:
+        nonlocal left
+        assert left is not None, "the observation has no limit"
+        token_ids, room = ids_of(text), left
         left = max(0, left - len(token_ids))
-    return limited
+        return text if len(token_ids) <= room else _cut(token_ids, room, tokenizer)
+
+    return [{**message, "content": map_texts(message["content"], limit)} for message in messages]
 
 
 def _cut(token_ids: list[int], num_tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:

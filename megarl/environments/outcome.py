@@ -53,7 +53,8 @@ class Outcome:
         self, name: str, prompt: Prompt, parts: Sequence[Part], decode: Callable[[Sequence[int]], str]
     ) -> list[Sample]:
         """Return one sample per part that has a turn, or one empty sample if no part has one. Reward functions score
-        the sample with the last turn. A sample's prompt text is the text of the tokens before its first turn.
+        the sample with the last turn. A sample's prompt text is the text of the tokens before its first turn,
+        with one placeholder per image.
 
         Args:
             name: the id of the rollout and of its first sample.
@@ -77,7 +78,7 @@ class Outcome:
         return [
             part.transcript.sample(
                 name if number == 0 else f"{name}/{number}",
-                replace(prompt, text=decode(part.transcript.prompt_ids)),
+                replace(prompt, text=decode(part.transcript.prompt.short_ids)),
                 part.text,
                 name,
                 self._episode(info, part, is_last=part is scored),

@@ -41,7 +41,8 @@ class Task:
 
     Attributes:
         id: row id, shared by all rollouts in a group.
-        messages: the row's prompt as a conversation. Empty for data.source=environment.
+        messages: the row's prompt as a conversation, with images as data: URLs in the OpenAI API's format. Empty for
+            data.source=environment.
         answer: the row's reference answer, or None.
         columns: all columns of the row.
         seed: task seed, shared by all rollouts in a group. It changes every step, but is the same in every evaluation.
@@ -92,11 +93,11 @@ class Step:
     """The environment's response to a turn.
 
     Attributes:
-        observation: messages to append before the policy's next turn. A string becomes one user message. None if the
-            rollout ends.
+        observation: messages to append before the policy's next turn, whose contents are text or lists of parts with
+            images. A string becomes one user message. None if the rollout ends.
         reward: reward for this turn.
         done: whether the rollout ends.
-        as_is: append the observation as raw text directly after the turn, not as a message.
+        as_is: append the observation as raw text directly after the turn, not as a message. It cannot have images.
         restart: replace the conversation with the observation, which must be a complete conversation. The turns that
             follow become a separate sample. Used to summarize the context, or to switch to a different agent.
         state: key of the state in which the policy's next turn starts. The estimator gigpo compares a group's turns
@@ -118,7 +119,7 @@ class Opening:
     Attributes:
         messages: conversation for the policy to continue.
         token_ids: token ids of the conversation, in place of messages. The conversation cannot be rendered again, so it
-            must be possible to append every observation.
+            must be possible to append every observation. It cannot have images.
         state: key of the state in which the policy's first turn starts, as in Step. None: the conversation is the key.
     """
 

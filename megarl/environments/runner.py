@@ -15,12 +15,16 @@ from megarl.core.completion import Completion
 from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.core.outage import Outage
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.core.score import ENVIRONMENT
+from megarl.data.image_parts import images_in
+from megarl.data.images import ImageError
 from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
 from megarl.environments.agent_rollout import AgentRollout
 from megarl.environments.hosts import FREE_MEMORY, TOOLS_S, HostFailure, HostPool, HostProcess
+from megarl.environments.images import ImageReader, PlacedTokens, RolloutImages
 from megarl.environments.message_end import message_end
 from megarl.environments.observation import limit_observation
 from megarl.environments.outcome import Outcome
@@ -30,14 +34,14 @@ from megarl.environments.sessions.session import turn_seed
 from megarl.environments.states import state_of
 from megarl.environments.text_length import ROOM, is_longer, num_tokens, texts_of
 from megarl.environments.tools import Message
-from megarl.environments.transcript import Part, Transcript
+from megarl.environments.transcript import Context, Part, Transcript
 from megarl.models.tokenizer import decode
 from megarl.usercode.failures import RESTARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Ids = TypeVar("Ids", bound=list[int] | None)
+C = TypeVar("C", bound=Context | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,14 @@ class Sampler(Protocol):
     """One rollout's interface to an engine, with the sampling parameters already bound."""
 
     async def __call__(
-        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        seed: int,
+        stop: Sequence[str] = (),
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
-        """Sample a completion for these tokens."""
+        """Sample a completion for these tokens and the images among them."""
         ...
 
 
@@ -82,9 +91,12 @@ def turn_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Seque
 class RolloutRunner:
     """Runs any number of rollouts concurrently, in environments that live in a pool of processes."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: HostPool):
-        """Create a runner. Raise UserError under the same conditions as `turn_tokens`."""
-        self.config, self.tokenizer, self.pool = config, tokenizer, pool
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: HostPool, images: ImageReader | None = None
+    ):
+        """Create a runner. `images` is None if messages cannot contain images. Raise UserError under the conditions of
+        `turn_tokens`."""
+        self.config, self.tokenizer, self.pool, self.images = config, tokenizer, pool, images
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
         self._outage = Outage(config.rewards.outage_s)
@@ -127,7 +139,7 @@ class RolloutRunner:
             rollout = (
                 _Rollout(self, request, sample)
                 if self._server is None
-                else AgentRollout(self.config, self._server, request, sample)
+                else AgentRollout(self.config, self._server, request, sample, self.images)
             )
             rollout.outcome.num_restarts = num_restarts
             failure = await self._play(rollout, request.key, is_alone=num_lost == RESTARTS)
@@ -213,7 +225,9 @@ class _Rollout:
 
     def __init__(self, runner: RolloutRunner, request: RolloutRequest, sample: Sampler):
         self._runner, self._request, self._sample = runner, request, sample
-        self._config, self._tokens = runner.config, runner.tokens
+        self._config = runner.config
+        self._images = RolloutImages(runner.images, request.prompt)
+        self._tokens = PlacedTokens(runner.tokens, self._images)
         self.parts: list[Part] = []
         self._messages: list[Mapping[str, Any]] = []
         """Messages in the whole rollout."""
@@ -252,38 +266,53 @@ class _Rollout:
 
     async def _reset(self, host: HostProcess) -> None:
         prompt, request = self._request.prompt, self._request
-        task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
+        row_messages = self._images.messages_of(prompt)
+        task_messages = await self._images.with_urls(row_messages)
+        task = Task(prompt.id, task_messages, prompt.answer, prompt.columns, request.task_seed)
         reset = host.invoke("reset", request.key, self._config.environment.timeout_s, task=asdict(task))
         opening = await _uninterrupted(reset)
         if opening["token_ids"] is not None:
             self._state = state_of(opening["state"] or opening["token_ids"])
-            self._start_sample([], opening["token_ids"])
+            with _fails_rollout():
+                self._images.require_no_placeholders(opening["token_ids"])
+            self._start_sample([], Context(opening["token_ids"]))
             return
         messages = opening["messages"]
-        if messages is None and self._runner.pool.tools and prompt.messages:
-            messages = prompt.messages  # the row's token ids lack the descriptions of the tools
-        self._state = state_of(opening["state"] or messages or prompt.messages or prompt.token_ids.tolist())
+        if messages is not None:
+            messages = await self._read_images(messages)
+        elif self._runner.pool.tools and row_messages:
+            messages = row_messages  # the row's token ids lack the descriptions of the tools
+        self._state = state_of(opening["state"] or messages or row_messages or prompt.token_ids.tolist())
         if messages is not None:
             with _fails_rollout():
-                token_ids = await self._tokenize(self._tokens.begin, messages)
+                context = await self._tokenize(self._tokens.begin, messages)
                 shown = await asyncio.to_thread(self._tokens.shown, messages)
-            self._start_sample(messages, token_ids, shown)
+            self._start_sample(messages, context, shown)
         elif len(prompt.token_ids):
-            self._start_sample(prompt.messages, prompt.token_ids.tolist())
+            self._start_sample(row_messages, Context(prompt.token_ids.tolist(), prompt.images))
         else:
             raise HostFailure(
                 "reset returned no messages, but data.source=environment provides none. Fix: return messages from reset"
             )
 
+    async def _read_images(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the environment's messages with digests in place of images, which a thread decodes."""
+        if not any(images_in(message["content"]) for message in messages):
+            return messages
+        with _fails_rollout():
+            return await asyncio.to_thread(self._images.read, messages)
+
     def _start_sample(
         self,
         conversation: Sequence[Message],
-        token_ids: Sequence[int],
+        context: Context,
         shown: Sequence[Message] | None = None,
     ) -> None:
         """Start a sample with this context. `shown` are the messages to record, by default the conversation."""
-        find_message_end = partial(message_end, self._tokens.begin, tuple(conversation), token_ids)
-        self.parts.append(Part(Transcript(token_ids), "", self._messages, find_message_end=find_message_end))
+        begin = self._tokens.begin
+        find_end = partial(message_end, lambda messages: begin(messages).ids, tuple(conversation), context.ids)
+        transcript = Transcript(context.ids, context.images)
+        self.parts.append(Part(transcript, "", self._messages, find_message_end=find_end))
         self._conversation = list(conversation)
         self._messages += conversation if shown is None else shown
 
@@ -300,13 +329,14 @@ class _Rollout:
         """Sample a turn and return the fields of the Turn that the environment receives."""
         part, number = self.parts[-1], len(self.outcome.turn_rewards)
         transcript = part.transcript
-        completion = await self._sample(transcript.ids, self._num_tokens_left, turn_seed(self._request.seed, number))
+        seed = turn_seed(self._request.seed, number)
+        completion = await self._sample(transcript.ids, self._num_tokens_left, seed, images=tuple(transcript.images))
         context = transcript.ids[:]
         transcript.add_turn(completion)
         part.turns.append((number, self._state))
         sampled_ids = completion.text_ids.tolist()
         with _fails_rollout():
-            text, calls = await asyncio.to_thread(self._tokens.read, sampled_ids, context)
+            text, calls = await asyncio.to_thread(self._runner.tokens.read, sampled_ids, context)
         part.text = text
         self._add_messages([{"role": "assistant", "content": self._runner.tokenizer.decode(sampled_ids)}])
         return {
@@ -331,30 +361,30 @@ class _Rollout:
         _ContextFull if the observation is too long. This is not a failure, because the policy's turn may have caused
         it."""
         messages = step["messages"]
+        messages = await self._read_images(messages)
         self._state = state_of(step["state"] or messages)
         if step["restart"]:
-            token_ids = await self._tokenize(self._tokens.begin, messages)
-            self._start_sample(messages, token_ids, await asyncio.to_thread(self._tokens.shown, messages))
+            context = await self._tokenize(self._tokens.begin, messages)
+            self._start_sample(messages, context, await asyncio.to_thread(self._tokens.shown, messages))
             return
         limit = partial(limit_observation, tokenizer=self._runner.tokenizer, settings=self._config.environment)
         messages = await asyncio.to_thread(limit, messages)
         if messages is None:
             raise _ContextFull
-        extend = self._raw_ids
+        extend = self._raw_context
         if not step["as_is"]:
             extend = partial(self._tokens.extend, self.parts[-1].transcript.last_turn.token_ids.tolist())
-        context_ids = await self._tokenize(extend, messages)
-        if context_ids == []:
-            raise HostFailure("the observation has no tokens. Fix: return text, or done=True")
-        if context_ids is None:
+        context = await self._tokenize(extend, messages)
+        if context is None:
             conversation = [*self._conversation, *messages]
-            token_ids = await self._tokenize(self._tokens.begin, conversation)
-            self._start_sample(conversation, token_ids, messages)
+            self._start_sample(conversation, await self._tokenize(self._tokens.begin, conversation), messages)
             return
-        self.parts[-1].transcript.add_context(context_ids)
+        if not context.ids:
+            raise HostFailure("the observation has no tokens. Fix: return text, or done=True")
+        self.parts[-1].transcript.add_context(context)
         self._add_messages(messages)
 
-    async def _tokenize(self, tokenize: Callable[[Sequence[Message]], Ids], messages: Sequence[Message]) -> Ids:
+    async def _tokenize(self, tokenize: Callable[[Sequence[Message]], C], messages: Sequence[Message]) -> C:
         """Tokenize messages in a thread, because the event loop serves all rollouts. Raise _ContextFull if they are
         much longer than the context."""
         texts = [text for message in messages for text in texts_of(message)]
@@ -363,9 +393,9 @@ class _Rollout:
             raise _ContextFull
         return await asyncio.to_thread(tokenize, messages)
 
-    def _raw_ids(self, messages: Sequence[Message]) -> list[int]:
+    def _raw_context(self, messages: Sequence[Message]) -> Context:
         """Return the ids of the messages' text without the chat template."""
-        return text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))
+        return Context(text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages)))
 
     def _add_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self._conversation += messages
@@ -394,6 +424,8 @@ def _fails_rollout() -> Iterator[None]:
         yield
     except (HostFailure, UserError, _ContextFull):
         raise
+    except ImageError as error:
+        raise HostFailure(f"an image of the environment: {error}. Fix: {error.fix}") from None
     except Exception as error:
         stack = "".join(traceback.format_exception(error))
         raise HostFailure(f"a turn cannot be processed ({type(error).__name__}: {error})", stack) from error

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megarl.data.image_parts import images_in, texts_in
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -19,8 +21,11 @@ PART = 2**16
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """Return a message's content, and its other fields except the role as JSON."""
+    """Return a message's texts, and its other fields except the role as JSON. A content without images that is not text
+    is also returned as JSON."""
     content = message["content"]
+    if images_in(content):
+        content = "".join(texts_in(content))
     others = {key: value for key, value in message.items() if key not in ("role", "content")}
     return [content if isinstance(content, str) else json.dumps(content), *([json.dumps(others)] if others else [])]
 

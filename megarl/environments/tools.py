@@ -13,11 +13,16 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from megarl.core.errors import UserError
+from megarl.data.image_parts import images_in
 from megarl.data.tool_calls import MalformedCall, ToolCall
+from megarl.environments.sent_images import is_pillow_image
 from megarl.usercode.failures import ProcessLost, ServiceUnavailable
 
 Message = Mapping[str, Any]
-"""A chat message in the chat template format: role, content, and the tool's name in a tool message."""
+"""A chat message in the chat template format: role, content, and the tool's name in a tool message. With images, the
+content is a list of parts: {"type": "text", "text": …} and {"type": "image", "image": …}, where the image is a Pillow
+image, the bytes of an encoded image, or a data: URL. {"type": "image_url", "image_url": {"url": "data:…"}} is also
+accepted."""
 
 Status = Literal["ok", "malformed", "unknown_tool", "bad_arguments", "raised", "timed_out"]
 """Outcome of a tool call. For all but "ok", the model receives a message that starts with "error:"."""
@@ -114,8 +119,8 @@ class Toolbox:
         message = {"role": "tool", "name": name, "content": content if status == "ok" else f"error: {content}"}
         return message | ({"tool_call_id": call.id} if isinstance(call, ToolCall) and call.id else {})
 
-    async def call(self, call: ToolCall | MalformedCall) -> tuple[Status, str]:
-        """Run a call. Return its status and its result or error message."""
+    async def call(self, call: ToolCall | MalformedCall) -> tuple[Status, Any]:
+        """Run a call. Return its status and its result or error message, as the content of a message."""
         if isinstance(call, MalformedCall):
             return "malformed", f"this is not a valid tool call: {call.reason}"
         if call.name not in self._methods:
@@ -128,7 +133,7 @@ class Toolbox:
         values = {name: getattr(arguments, name) for name in type(arguments).model_fields}
         method = self._methods[call.name]
         try:
-            return "ok", as_text(await asyncio.wait_for(run(method, **values), self.timeout_s))
+            return "ok", as_content(await asyncio.wait_for(run(method, **values), self.timeout_s))
         except TimeoutError:
             self.has_hung_thread |= not inspect.iscoroutinefunction(method)
             return "timed_out", f"{call.name} did not return within {self.timeout_s:g} s"
@@ -143,6 +148,16 @@ async def run(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     if inspect.iscoroutinefunction(method):
         return await method(*arguments, **named)
     return await asyncio.to_thread(method, *arguments, **named)
+
+
+def as_content(value: Any) -> Any:
+    """Return a tool's result as the content of a message: parts for a Pillow image or a list of parts with images, text
+    for any other value."""
+    if is_pillow_image(value):
+        return [{"type": "image", "image": value}]
+    if images_in(value) and all(isinstance(part, Mapping) and part.get("type") in part for part in value):
+        return value
+    return as_text(value)
 
 
 def as_text(value: Any) -> str:

@@ -13,15 +13,48 @@ from numpy.typing import NDArray
 from megarl.core.completion import NO_DRAFTS, NO_ROUTE, CandidateIds, Completion, FinishReason, VersionRun
 from megarl.core.episode import Episode
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Token ids that the policy receives, and the images among them. The start of an image counts from the first of
+    these ids."""
+
+    ids: Sequence[int]
+    images: tuple[PromptImage, ...] = ()
+
+    def __add__(self, other: Context) -> Context:
+        return Context([*self.ids, *other.ids], (*self.images, *other.images_after(len(self.ids))))
+
+    def images_after(self, num_tokens: int) -> tuple[PromptImage, ...]:
+        """Return the images with starts that count from `num_tokens` ids before the first."""
+        return tuple(replace(image, start=image.start + num_tokens) for image in self.images)
+
+    def before(self, end: int) -> Context:
+        """Return the ids before index `end`, which is not within an image."""
+        return Context(self.ids[:end], tuple(image for image in self.images if image.stop <= end))
+
+    @property
+    def short_ids(self) -> list[int]:
+        """The ids with one placeholder per image."""
+        ids, start = [], 0
+        for image in self.images:
+            ids += self.ids[start : image.start + 1]
+            start = image.stop
+        return [*ids, *self.ids[start:]]
 
 
 class Transcript:
     """A prompt, and sampled turns with context between them. Only turns are trained on. Tokens are only appended."""
 
-    def __init__(self, prompt_ids: Sequence[int]):
+    def __init__(self, prompt_ids: Sequence[int], images: Sequence[PromptImage] = ()):
+        """images: the images in the prompt."""
         self.ids: list[int] = list(prompt_ids)
         """All tokens so far."""
+        self.images: list[PromptImage] = list(images)
+        """The images among them."""
         self.num_turns = 0
         self.finish_reason: FinishReason = "stop"
         """Finish reason of the last turn."""
@@ -30,8 +63,8 @@ class Transcript:
         """The turns, each with its start index in `ids`."""
 
     @property
-    def prompt_ids(self) -> list[int]:
-        return self.ids[: self._num_prompt_tokens]
+    def prompt(self) -> Context:
+        return Context(self.ids, tuple(self.images)).before(self._num_prompt_tokens)
 
     @property
     def num_response_tokens(self) -> int:
@@ -58,14 +91,15 @@ class Transcript:
         """Number of context tokens that the engine found in its KV cache, summed over the same turns."""
         return sum(turn.num_cached_tokens for _, turn in self._turns[1:])
 
-    def add_context(self, token_ids: Sequence[int]) -> None:
+    def add_context(self, context: Context) -> None:
         """Append tokens that the policy did not sample."""
-        self.ids += token_ids
+        self.images += context.images_after(len(self.ids))
+        self.ids += context.ids
 
     def sample(self, name: str, prompt: Prompt, text: str, rollout_id: str, episode: Episode | None) -> Sample:
         """Return the sample with this id: all tokens up to the end of the last turn, with a mask that selects the
-        turns. `text` is the text of the last turn, with its prefix. The transcript's tokens replace those of the data
-        row's prompt."""
+        turns. `text` is the text of the last turn, with its prefix. The transcript's tokens and images replace those of
+        the data row's prompt."""
         ids, start = np.array(self.ids, np.int32), self._num_prompt_tokens
         end = self._turns[-1][0] + len(self._turns[-1][1].token_ids)
         logprobs, mask = np.zeros(end - start, np.float32), np.zeros(end - start, np.bool_)
@@ -84,7 +118,7 @@ class Transcript:
         has_candidates = any(turn.candidate_ids is not None for _, turn in self._turns)
         return Sample(
             id=name,
-            prompt=replace(prompt, token_ids=ids[:start]),
+            prompt=replace(prompt, token_ids=ids[:start], images=self.prompt.images),
             response_ids=ids[start:end],
             response_logprobs=logprobs,
             response_mask=mask,
@@ -96,6 +130,7 @@ class Transcript:
             episode=episode,
             routes=self._routes(end),
             drafts=sum((turn.drafts for _, turn in self._turns), NO_DRAFTS),
+            response_images=tuple(image for image in self.images if start <= image.start < end),
         )
 
     def _routes(self, end: int) -> NDArray[np.signedinteger] | None:

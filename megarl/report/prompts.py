@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.core.files import is_plain
 from megarl.report.images import IS_SMALL, MAX_BYTES, URI, read_image
-from megarl.rewards.prompt_thumbnails import PROMPT_IMAGES, thumbnail_path
+from megarl.rewards.prompt_thumbnails import OBSERVATION_IMAGES, PROMPT_IMAGES, thumbnail_path
 
 PARTS = "content_parts"
 """Field with the contents of a prompt or message with images: strings, and objects for the images. An object has
@@ -32,14 +32,18 @@ def select_prompt(record: Mapping[str, Any], max_characters: int) -> dict[str, A
 def select_turns(record: Mapping[str, Any], max_characters: int) -> list[dict[str, Any]]:
     """Return the fields of a line's messages that the page shows. The text of each message is shortened to
     `max_characters`."""
-    # Messages cover the whole rollout, but after a restart the prompt has only the last part's images.
+    # Messages cover the whole rollout, but the line has only the images of its own sample. Environments name digests.
     images = iter([] if record.get("first_turn") else _images(record))
+    by_digest = {str(image.get("digest")): image for image in [*_images(record), *_observation_images(record)]}
     messages = record.get("turns") or record.get("messages") or ()
-    return [_select_turn(message, max_characters, images) for message in messages]
+    return [_select_turn(message, max_characters, images, by_digest) for message in messages]
 
 
 def _select_turn(
-    message: Mapping[str, Any], max_characters: int, images: Iterator[Mapping[str, Any]]
+    message: Mapping[str, Any],
+    max_characters: int,
+    images: Iterator[Mapping[str, Any]],
+    by_digest: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     content = message.get("content")
     fields = {
@@ -50,7 +54,8 @@ def _select_turn(
         texts, shown = [""], []
         for part in content:
             if _is_image(part):
-                shown.append(next(images, {}))
+                digest = part.get("image")
+                shown.append(next(images, {}) if digest is None else by_digest.get(str(digest), {}))
                 texts.append("")
             else:
                 texts[-1] += _text_of(part)
@@ -99,6 +104,13 @@ def _images(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             return []
         done = image["stop"]
     return images
+
+
+def _observation_images(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the images in the observations of a line, without malformed ones."""
+    images = record.get(OBSERVATION_IMAGES)
+    images = [image for image in images if isinstance(image, dict)] if isinstance(images, list) else []
+    return [image for image in images if is_plain(image.get("num_tokens"), int) and is_plain(image.get("digest"), str)]
 
 
 def shorten(text: str, max_characters: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from megarl.core.completion import newest
@@ -17,9 +17,14 @@ class FinishedGroups:
     """Collects samples until their group is complete, and then writes the group. Groups with tokens from weights that a
     resumed run cannot identify are not written."""
 
-    def __init__(self, num_rollouts: int):
-        """num_rollouts: number of rollouts in a group, including a greedy one."""
-        self._num_rollouts = num_rollouts
+    def __init__(self, num_rollouts: int, fetch: Callable[[Sequence[Sample]], Sequence[Sample]] = list):
+        """Create a collector.
+
+        Args:
+            num_rollouts: number of rollouts in a group, including a greedy one.
+            fetch: returns samples with encoded images in place of references to them. It is called in a thread.
+        """
+        self._num_rollouts, self._fetch = num_rollouts, fetch
         self._folder: Path | None = None
         self._version = 0
         self._unfinished: dict[str, dict[str, list[Sample]]] = {}
@@ -51,9 +56,12 @@ class FinishedGroups:
                 group = [sample for each in self._unfinished.pop(name).values() for sample in each]
                 if max(newest(sample.versions) for sample in group) <= self._version:
                     loop = asyncio.get_running_loop()
-                    self._writing[name] = loop.run_in_executor(None, write_group, self._folder, group)
+                    self._writing[name] = loop.run_in_executor(None, self._write, self._folder, group)
                     written.append(group)
         return written
+
+    def _write(self, folder: Path, group: Sequence[Sample]) -> Path:
+        return write_group(folder, self._fetch(group))
 
     def record(self, group: Sequence[Sample], calls: Mapping[str, asyncio.Task[dict[str, Result]]]) -> None:
         """Write the results of the reward functions for a group that `add` returned, once all calls, given by rollout

@@ -1,4 +1,4 @@
-"""Thumbnails of the images in prompts, for reports and trackers.
+"""Thumbnails of the images in prompts and observations, for reports and trackers.
 
 Thumbnails are stored in THUMBNAILS next to the JSONL files. Each is named after the image's digest, so an image is
 stored once for all samples and steps. Images with both sides below SMALL_SIDE are PNG files; all others are JPEG files.
@@ -11,7 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,9 @@ THUMBNAILS = "prompt_images"
 
 PROMPT_IMAGES = "prompt_images"
 """Key of the images in a line's prompt."""
+
+OBSERVATION_IMAGES = "observation_images"
+"""Key of the images in the observations of a line's sample."""
 
 MAX_THUMBNAILS = 32
 """Maximum number of thumbnails to write per step."""
@@ -92,15 +95,16 @@ def thumbnail_path(rollouts: Path, name: Any) -> Path | None:
 
 
 def write_thumbnails(rollouts: Path, scored: Sequence[tuple[Any, Score]], fetch: Fetch) -> dict[str, str]:
-    """Write thumbnails of the images in the samples' prompts, and a grid of them for trackers, unless the disk is full.
+    """Write thumbnails of the samples' images, and a grid of those in prompts for trackers, unless the disk is full.
     Existing thumbnails are kept. If a step samples in several rounds, only its first round with images writes
     thumbnails, which limits their number.
 
     Returns:
         The names of the existing thumbnails relative to the JSONL file, by digest.
     """
-    pairs = [(sample, score) for sample, score in scored if isinstance(sample, Sample) and sample.prompt.images]
+    pairs = [(sample, score) for sample, score in scored if isinstance(sample, Sample) and sample.images]
     images = {image.digest: image for sample, _ in pairs for image in sample.prompt.images}
+    images |= {i.digest: i for sample, _ in pairs for i in sample.response_images if i.digest not in images}
     paths = {digest: path for digest in images if (path := _existing(rollouts, digest)) is not None}
     grid = image_folder(rollouts) / GRID
     if images and not grid.exists():
@@ -191,28 +195,42 @@ def _caption(prompt: Prompt) -> str:
 def prompt_fields(prompt: Prompt, decode: Decode | None, thumbnails: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a line that describe the prompt: `prompt`, its text with one placeholder per image, and
     `prompt_images`, the images in order, if there are any. Each has `start` and `stop`, the indices of the placeholder
-    in the text; its number of tokens and digest; and the name of its thumbnail, if it is stored.
+    in the text, if they are known; its number of tokens and digest; and the name of its thumbnail, if it is stored.
 
     Args:
         decode: returns the text of token ids; without it, `prompt_images` is omitted.
         thumbnails: names of thumbnails by digest.
     """
-    places = _places(prompt, decode) if decode is not None else []
-    if len(places) != len(prompt.images) or not places:
+    if decode is None or not prompt.images:
         return {"prompt": prompt.text}
+    places = _places(prompt, decode)
     images = [
-        {
-            **{"start": start, "stop": stop, "num_tokens": image.num_tokens, "digest": image.digest},
-            **({"thumbnail": thumbnails[image.digest]} if image.digest in thumbnails else {}),
-        }
-        for image, (start, stop) in zip(prompt.images, places, strict=True)
+        place | _image_fields(image, thumbnails)
+        for image, place in zip(prompt.images, places or repeat({}), strict=False)
     ]
     return {"prompt": prompt.text, PROMPT_IMAGES: images}
 
 
-def _places(prompt: Prompt, decode: Decode) -> list[tuple[int, int]]:
-    """Return the span of each placeholder in the prompt's text."""
-    if not prompt.images:
-        return []
-    placeholder = decode((int(prompt.token_ids[prompt.images[0].start]),))
-    return [match.span() for match in re.finditer(re.escape(placeholder), prompt.text)]
+def observation_fields(sample: Sample, thumbnails: Mapping[str, str]) -> dict[str, Any]:
+    """Return the field of a line with the images in observations: their numbers of tokens, digests, and names of
+    thumbnails. Empty if there are none."""
+    images = {image.digest: _image_fields(image, thumbnails) for image in sample.response_images}
+    return {OBSERVATION_IMAGES: list(images.values())} if images else {}
+
+
+def _image_fields(image: PromptImage, thumbnails: Mapping[str, str]) -> dict[str, Any]:
+    name = thumbnails.get(image.digest)
+    return {"num_tokens": image.num_tokens, "digest": image.digest} | ({} if name is None else {"thumbnail": name})
+
+
+def _places(prompt: Prompt, decode: Decode) -> list[dict[str, int]]:
+    """Return the span of each image's placeholder in the prompt's text, which may also contain the placeholder as text.
+    Empty if the tokenizer decodes the parts of the prompt differently."""
+    ids, text, first, places = prompt.token_ids.tolist(), "", 0, []
+    for image in prompt.images:
+        text += decode(tuple(ids[first : image.start]))
+        places.append({"start": len(text)})
+        text += decode((ids[image.start],))
+        places[-1]["stop"] = len(text)
+        first = image.stop
+    return places if text + decode(tuple(ids[first:])) == prompt.text else []

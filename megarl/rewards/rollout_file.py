@@ -4,8 +4,8 @@ A line begins with the sample's id and ends with its advantage, which is null un
 advantage is then inserted without parsing the rest of the line, since a response may have a million log-probs. The
 lines of a step's first groups also have per-token details: each token's text and advantage, and the difference between
 the trainer's log-prob and the engine's. These lines contain all token ids, from which `megarl diagnose` recomputes the
-sample. The line of an image names its file, see `rollout_images`. The images of a prompt have thumbnails, see
-`prompt_thumbnails`.
+sample. The line of an image names its file, see `rollout_images`. The images of prompts and observations have
+thumbnails, see `prompt_thumbnails`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from megarl.core.latents import LatentSample
 from megarl.core.optional_logs import OptionalLog
 from megarl.core.sample import GIVEN, Sample
 from megarl.core.score import Score
-from megarl.rewards.prompt_thumbnails import Decode, Fetch, available_files, prompt_fields, write_thumbnails
+from megarl.rewards.prompt_thumbnails import (
+    Decode,
+    Fetch,
+    available_files,
+    observation_fields,
+    prompt_fields,
+    write_thumbnails,
+)
 from megarl.rewards.rollout_images import write_images
 
 LOGPROB_DECIMALS = 4
@@ -65,8 +72,8 @@ def append_rollouts(
     decode: Decode | None = None,
     fetch: Fetch = available_files,
 ) -> bool:
-    """Append samples with their scores, and write their images and the thumbnails of their prompts' images, unless the
-    disk is full. Return whether the lines were written.
+    """Append samples with their scores, and write their images and the thumbnails of images that they contain, unless
+    the disk is full. Return whether the lines were written.
 
     Args:
         texts_of: returns the text of each token in a text sample, or None.
@@ -80,7 +87,8 @@ def append_rollouts(
         prompt = prompt_fields(sample.prompt, decode, thumbnails)
         if isinstance(sample, LatentSample):
             return _image_row(step, sample, score, prompt | images.get(sample.id, {}))
-        return _text_row(step, sample, score, prompt, texts_of(sample), feedback.get(sample.id))
+        contents = prompt | observation_fields(sample, thumbnails)
+        return _text_row(step, sample, score, contents, texts_of(sample), feedback.get(sample.id))
 
     rows = (row(sample, score) for sample, score in scored)
     return ROLLOUTS.append(path, rows, len(scored))

@@ -2,7 +2,8 @@
 
 The file is in the safetensors format. Its tensors are the samples' arrays and two JSON texts: the prompts, and the
 groups, which refer to prompts by index. Values that JSON cannot represent are encoded as objects with one of the
-keys below. Floats are restored exactly. Encoded images are not saved, only their digests.
+keys below. Floats are restored exactly. Encoded images are saved only if the samples contain them, as those of
+environments do, and only once. Images of the data are read from the data again.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ _KINDS = (
     VersionRun,
 )
 CLASSES = {kind.__name__: kind for kind in _KINDS}
-CLASS, ARRAY, PROMPT, TUPLE, ITEMS = "__class__", "__array__", "__prompt__", "__tuple__", "__items__"
-"""Key that marks a JSON object as an instance, an array, a prompt, a tuple, or a dictionary with arbitrary keys."""
+CLASS, ARRAY, BYTES, PROMPT, TUPLE, ITEMS = (
+    *("__class__", "__array__", "__bytes__"),
+    *("__prompt__", "__tuple__", "__items__"),
+)
+"""Key that marks a JSON object as an instance, an array, bytes, a prompt, a tuple, or a dictionary with arbitrary
+keys."""
 
 DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, RecursionError, OverflowError)
 """Exceptions that reading a malformed file may raise."""
@@ -88,19 +93,23 @@ class _Encoder:
         self.arrays: dict[str, np.ndarray] = {}
         self.prompts: list[Any] = []
         self._last: Prompt | None = None
+        self._bytes: dict[bytes, str] = {}
+        """Encoded image -> name of its array."""
 
     def encode(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            name = str(len(self.arrays))
-            self.arrays[name] = np.ascontiguousarray(value)
-            return {ARRAY: name}
+            return {ARRAY: self._add(value)}
+        if isinstance(value, bytes):
+            if value not in self._bytes:
+                self._bytes[value] = self._add(np.frombuffer(value, np.uint8))
+            return {BYTES: self._bytes[value]}
         if isinstance(value, Prompt):
             if self._last is None or value != self._last:
                 self._last = value
                 self.prompts.append(self._instance(value))
             return {PROMPT: len(self.prompts) - 1}
         if isinstance(value, PromptImage):
-            value = replace(value, file=None)  # encoded images are read from the data again
+            return self._instance(value if isinstance(value.file, bytes) else replace(value, file=None))
         if type(value) in CLASSES.values():
             return self._instance(value)
         if value is None or isinstance(value, str | int | float | np.generic) or _is_plain(value):
@@ -110,6 +119,11 @@ class _Encoder:
         if isinstance(value, tuple):
             return {TUPLE: [self.encode(entry) for entry in value]}
         return {ITEMS: [[self.encode(key), self.encode(entry)] for key, entry in value.items()]}
+
+    def _add(self, array: np.ndarray) -> str:
+        name = str(len(self.arrays))
+        self.arrays[name] = np.ascontiguousarray(array)
+        return name
 
     def _instance(self, value: Any) -> dict[str, Any]:
         return {CLASS: type(value).__name__, **{f.name: self.encode(getattr(value, f.name)) for f in fields(value)}}
@@ -134,6 +148,7 @@ class _Decoder:
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
         self._arrays = arrays
+        self._bytes: dict[str, bytes] = {}
         self.prompts: list[Any] = []
 
     def decode(self, name: str) -> Any:
@@ -144,6 +159,11 @@ class _Decoder:
             return self._instance(CLASSES[value.pop(CLASS)], value)
         if ARRAY in value:
             return self._arrays[value[ARRAY]]
+        if BYTES in value:
+            name = value[BYTES]
+            if name not in self._bytes:
+                self._bytes[name] = self._arrays[name].tobytes()
+            return self._bytes[name]
         if PROMPT in value:
             return self.prompts[value[PROMPT]]
         if TUPLE in value:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megarl.core.completion import Completion
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
@@ -64,19 +65,29 @@ class SamplingRequest(Sampling):
     group_seed: int = field(default=0, kw_only=True)
     prefix: tuple[int, ...] = field(default=(), kw_only=True)
 
-    def turn(self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()) -> TurnRequest:
-        """Return the request for the rollout's next turn after these tokens, with additional stop strings."""
-        assert not self.prompt.images, "config rules must reject environments with images"
+    def turn(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        seed: int,
+        stop: Sequence[str] = (),
+        images: Sequence[PromptImage] = (),
+    ) -> TurnRequest:
+        """Return the request for the rollout's next turn after these tokens and the images among them, with additional
+        stop strings."""
         common = {item.name: getattr(self, item.name) for item in fields(Sampling)}
         overrides = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": (*self.stop, *stop)}
-        return TurnRequest(np.asarray(token_ids, np.int32), sample_id=self.sample_id, **common | overrides)
+        ids, images = np.asarray(token_ids, np.int32), tuple(images)
+        return TurnRequest(ids, images=images, sample_id=self.sample_id, **common | overrides)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest(Sampling):
-    """A request for one turn of a rollout: its context, int32 [C], and the sample_id of the SamplingRequest."""
+    """A request for one turn of a rollout: its context, int32 [C], the images in the context, and the sample_id of the
+    SamplingRequest."""
 
     token_ids: NDArray[np.int32]
+    images: tuple[PromptImage, ...] = field(default=(), kw_only=True)
     sample_id: str = field(default="", kw_only=True)
 
 

@@ -105,7 +105,7 @@ class VisionReference(GrpoReference):
 
     def logits(self, model: torch.nn.Module, sample: Sample) -> torch.Tensor:
         ids, types = torch.tensor(sample.token_ids[None]).long(), torch.zeros(1, len(sample.token_ids)).int()
-        images = sample.prompt.images
+        images = sample.images
         inputs: dict[str, Any] = {}
         for image in images:
             ids[0, image.start : image.stop] = UNUSED_ID

@@ -134,13 +134,12 @@ class Weights:
         """Return the log-probs of a sample, given the model of each version. A second version continues with the keys
         and values of the first."""
         first, last = models[sample.versions[0].version], models[sample.versions[-1].version]
-        prompt, images = sample.prompt, sample.prompt.images
-        num_prompt, ids = len(prompt.token_ids), torch.tensor(sample.token_ids[None]).long()
-        response = ids[:, num_prompt:]
-        inputs = torch.cat((ids[:, :num_prompt], response.where(response != IMAGE_ID, STAND_IN)), 1)
+        images, num_prompt = sample.images, len(sample.prompt.token_ids)
+        ids = torch.tensor(sample.token_ids[None]).long()
         types, extra = torch.zeros_like(ids), {}
         for image in images:
             types[0, image.start : image.stop] = 1
+        inputs = ids.where((ids != IMAGE_ID) | types.bool(), STAND_IN)
         if images:
             pixels = torch.from_numpy(self._processor.patches([self._files[image.digest] for image in images]))
             extra = dict(pixel_values=pixels, image_grid_thw=torch.tensor([image.grid for image in images]))

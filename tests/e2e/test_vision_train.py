@@ -113,6 +113,53 @@ def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
     assert len(shown) == 4 * sum(map(len, IMAGES)) and all((run / "rollouts" / name).is_file() for name in shown)
 
 
+ENVIRONMENT = """
+import io
+import numpy as np
+from PIL import Image
+from megarl.environments import Environment, Step
+
+def picture(seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (40 + 8 * (seed % 5), 64, 3), np.uint8)
+    return {"type": "image", "image": Image.fromarray(pixels)}
+
+class Screens(Environment):
+    def reset(self, task):
+        self.seed = task.seed % 1000
+        if self.seed % 2:
+            return None
+        return [*task.messages, {"role": "user", "content": [{"type": "text", "text": "now "}, picture(self.seed)]}]
+
+    def step(self, turn):
+        reward = turn.text.count("e") / 8
+        if turn.number == 2:
+            return Step(reward=reward, done=True)
+        content = [picture(self.seed + turn.number + len(turn.text)), {"type": "text", "text": "and?"}]
+        return Step([{"role": "user", "content": content}], reward)
+"""
+
+
+def screens(folder: Path) -> list[str]:
+    (folder / "screens.py").write_text(ENVIRONMENT)
+    return [
+        f"environment={{class: '{folder}/screens.py:Screens', max_turns: 4, turn_tokens: 5, processes: 1}}",
+        "rollout={max_new_tokens: 200, context_length: 320}",
+        "rewards.functions=[]",
+    ]
+
+
+def test_environment_with_images_agrees_with_engines(tmp_path: Path) -> None:
+    """Rollouts have images in the prompt and in observations, which also have thumbnails."""
+    recipe = write_recipe(tmp_path)
+    run = train(recipe, *screens(tmp_path), "run.steps=2", "checkpoint.every_steps=1")
+    steps = metrics_of(run)
+    assert len(steps) == 2 and all(step["mismatch/logprob_abs_max"] <= LIMIT for step in steps)
+    rows = list(map(json.loads, (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()))
+    assert len(rows) == 24 and all(row["failure"] is None for row in rows)
+    assert all(1 <= len(row["observation_images"]) <= 2 for row in rows)  # two observations may be equal
+    assert any("thumbnail" in image for row in rows for image in row["observation_images"])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("keys", [[], ["actor.layout={pp: 2}", "rollout.tp=2"]], ids=["one process", "pp2, engine tp2"])
 def test_resumed_run_with_images_is_bitwise_equal(tmp_path: Path, keys: list[str]) -> None:

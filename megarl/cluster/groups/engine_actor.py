@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from megarl.cluster.groups.group import ASYNC_OPTIONS, TimedResult
 from megarl.cluster.groups.replicas import ReplicaActor
 from megarl.cluster.groups.vllm import VllmActor
-from megarl.cluster.image_files import get_images
+from megarl.cluster.image_files import get_images, get_images_of_turns
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
@@ -122,7 +122,7 @@ class EngineProcess(ReplicaActor):
     async def exchange(self, process: str, turns: Turns, abandoned: Collection[int]) -> Exchanged:
         """Start turns for an environment process, given by name, and return the finished turns. See EngineTurns."""
         with self._end_if_rank_died():
-            return await self._turns[process].exchange(turns, abandoned)
+            return await self._turns[process].exchange(await get_images_of_turns(turns), abandoned)
 
 
 @ray.remote(**ASYNC_OPTIONS)

@@ -15,15 +15,18 @@ from ray.exceptions import RayActorError
 from megarl.cluster.groups.engines import Answered, EngineGroup, Requests, Sampled
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import RemoteCall, remote
+from megarl.cluster.image_files import RayImages
 from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import put_sample
+from megarl.cluster.rank_batch import put_samples
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core.completion import Completion
+from megarl.core.prompt_images import PromptImage
 from megarl.core.proxies import bypass_proxies
 from megarl.core.sample import Sample, SampleRef
 from megarl.environments.hosts import HostPool, host_arguments
+from megarl.environments.images import ImageReader
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from megarl.models.tokenizer import load_tokenizer
 from megarl.rollout.engine import SamplingRequest
@@ -50,6 +53,7 @@ class EnvironmentActor(AsyncProcessActor):
     async def start(self, config: Config, model_folder: Path) -> None:
         """Start the training environments, if any."""
         self._config, self._tokenizer = config, load_tokenizer(model_folder, date=config.data.date)
+        self._model_folder = model_folder
         self._address = ray.util.get_node_ip_address()
         bypass_proxies(self._address)
         if config.has_environment:
@@ -62,8 +66,9 @@ class EnvironmentActor(AsyncProcessActor):
         The listener receives each rollout's samples as soon as the rollout finishes."""
 
         def on_finished(samples: list[Sample]) -> list[SampleRef]:
-            listener.begin.remote(samples)
-            return _put(samples)
+            images = {sample.id: [image.file for image in sample.images] for sample in samples if sample.images}
+            listener.begin.remote([sample.without_files for sample in samples], images)
+            return put_samples(samples)
 
         return await self._run(self._training, requests, engine, on_finished, len(requests))
 
@@ -76,7 +81,7 @@ class EnvironmentActor(AsyncProcessActor):
         try:
             batch = self._config.batch
             per_engine = -(-batch.prompts_per_step * batch.samples_per_prompt // self._config.rollout.replicas)
-            return await self._run(runner, requests, engine, _put, per_engine)
+            return await self._run(runner, requests, engine, put_samples, per_engine)
         finally:
             await runner.close()
 
@@ -87,7 +92,8 @@ class EnvironmentActor(AsyncProcessActor):
 
     async def _start_runner(self, config: Config) -> RolloutRunner:
         pool = await HostPool.start(host_arguments(config), self._process.threads)
-        runner = RolloutRunner(config, self._tokenizer, pool)
+        images = ImageReader.of(config, self._model_folder, RayImages())
+        runner = RolloutRunner(config, self._tokenizer, pool, images)
         await runner.start(self._address)
         return runner
 
@@ -105,9 +111,13 @@ class EnvironmentActor(AsyncProcessActor):
 
         async def run(request: SamplingRequest) -> list[SampleRef]:
             async def sample(
-                token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
+                token_ids: Sequence[int],
+                max_new_tokens: int,
+                seed: int,
+                stop: Sequence[str] = (),
+                images: Sequence[PromptImage] = (),
             ) -> Completion:
-                return await turns.sample(request.turn(token_ids, max_new_tokens, seed, stop))
+                return await turns.sample(request.turn(token_ids, max_new_tokens, seed, stop, images))
 
             rollout = RolloutRequest(request.sample_id, request.prompt, request.seed, request.group_seed)
             async with slots:
@@ -137,10 +147,6 @@ class EnvironmentActor(AsyncProcessActor):
                 task.cancel()
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
-
-
-def _put(samples: Sequence[Sample]) -> list[SampleRef]:
-    return list(map(put_sample, samples))
 
 
 class EnvironmentGroup(WorkerGroup):

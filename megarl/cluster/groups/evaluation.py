@@ -26,7 +26,7 @@ from megarl.rewards.scorer import Scorer, require_ratings
 Append = Callable[[Path, int, Sequence[tuple[Sample, Score]]], object]
 
 PromptImages = Mapping[str, Sequence[Any]]
-"""References to the encoded images in the samples' prompts, by sample id."""
+"""References to the samples' encoded images, in the order of Sample.images, by sample id."""
 
 NO_IMAGES: PromptImages = MappingProxyType({})
 

@@ -18,15 +18,16 @@ from megarl.cluster.groups.evaluation import NO_IMAGES, EvaluationScorer, Prompt
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
-from megarl.cluster.image_files import fetch_images
+from megarl.cluster.image_files import fetch_files, fetch_images
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import Scores, get_samples, get_scores, put_sample, put_scores, with_images
+from megarl.cluster.rank_batch import Scores, get_samples, get_scores, put_sample, put_samples, put_scores, with_images
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.errors import UserError
 from megarl.core.files import retry_when_full
+from megarl.core.latents import AnySample
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.score import Score
@@ -85,7 +86,7 @@ class RewardWorker:
         """Samples that the reward functions have started to score, by rollout id."""
         self._ended: dict[str, None] = {}
         """Ids of the most recent rollouts that were scored or dropped, oldest first."""
-        self._finished = FinishedGroups(config.batch.samples_per_prompt + config.samples_greedily)
+        self._finished = FinishedGroups(config.batch.samples_per_prompt + config.samples_greedily, fetch_files)
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -109,13 +110,17 @@ class RewardWorker:
     def receive(self, samples: Sequence[Sample], images: PromptImages = NO_IMAGES) -> None:
         """Start scoring samples that have just been sampled. Ignore samples that were already scored or dropped,
         because an engine's message may arrive after the driver's request for scores. If a function needs images that
-        are not in `images`, the sample is scored in `score`."""
+        `images` lacks, `score` scores the sample instead. Files with finished groups contain the images of
+        environments."""
         samples = [sample for sample in samples if sample.rollout_id not in self._ended]
         for sample in samples:
             is_ready = sample.id in images or not (self._single_see_images and sample.prompt.images)
             if is_judged(sample) and is_ready:
                 self.begin(sample, images)
-        for group in self._finished.add(samples):
+        own = [
+            sample if sample.episode is None else with_images(sample, images.get(sample.id, ())) for sample in samples
+        ]
+        for group in self._finished.add(own):
             names = [sample.rollout_id for sample in group if is_judged(sample)]
             if self._single_functions and self._begun.keys() >= set(names):
                 self._finished.record(group, {name: self._begun[name][1] for name in names})
@@ -216,7 +221,7 @@ class RewardWorker:
         return await self._evaluation[name].score(samples, version, file, images)
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
-        fetched = [(row, version, get_samples(refs)) for row, version, refs in groups]
+        fetched = [(row, version, _with_own_images(refs)) for row, version, refs in groups]
         file.parent.mkdir()
 
         def save() -> FileRecord:
@@ -231,7 +236,7 @@ class RewardWorker:
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
         groups = load_samples(file)
-        return [(row, version, [put_sample(sample) for sample in samples]) for row, version, samples in groups]
+        return [(row, version, put_samples(samples)) for row, version, samples in groups]
 
     def begin_finished(self, folder: Path, version: int) -> None:
         self._finished.begin(folder, version)
@@ -249,8 +254,8 @@ class RewardWorker:
                 recorded = results.get(sample.rollout_id)
                 if recorded is not None and recorded.keys() == set(self._functions_for(sample)):
                     task = asyncio.create_task(_recorded(dict(recorded)))
-                    self._begun[sample.rollout_id] = sample, task
-            groups.append([put_sample(sample) for sample in samples])
+                    self._begun[sample.rollout_id] = sample.without_files, task
+            groups.append(put_samples(samples))
         return groups
 
     def _functions_for(self, sample: Sample) -> list[str]:
@@ -313,6 +318,12 @@ def _fetch_images(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, 
         except RayError:
             continue
         yield image, file
+
+
+def _with_own_images(refs: Sequence[SampleRef]) -> list[AnySample]:
+    """Fetch samples with the images of environments."""
+    pairs = zip(get_samples(refs), refs, strict=True)
+    return [fetch_files([with_images(s, r.prompt_images)])[0] if isinstance(s, Sample) else s for s, r in pairs]
 
 
 def _images_of(samples: Sequence[SampleRef]) -> PromptImages:

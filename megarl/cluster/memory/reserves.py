@@ -319,7 +319,7 @@ def _image_reserve(config: Config, shape: ModelShape, tokens: int) -> dict[str, 
     the batch has tokens, and caches the same number of them (v1/core/encoder_cache_manager.py). Features that Qwen3-VL
     adds to hidden states have another buffer for the batch (qwen3_vl.py: deepstack_input_embeds)."""
     vision, num_bytes = shape.vision, item_bytes(config)
-    if vision is None or config.data.image_column is None:
+    if vision is None or not config.trains_on_images:
         return {}
     rows = tokens * (1 + 2 * len(vision.deepstack))
     return {TOWER: tower_pass_bytes(vision, tokens, num_bytes), FEATURES: rows * vision.out_hidden * num_bytes}

@@ -102,13 +102,16 @@ def pixel_limits_are_ordered(config: Config) -> Iterator[str]:
         yield f"data.min_pixels={smallest}: exceeds data.max_pixels={largest}. Fix: set data.min_pixels=null"
 
 
-def images_exclude_text_only_models(config: Config) -> Iterator[str]:
-    if config.data.image_column is not None and config.has_environment:
+def images_in_environments_require_chat_template(config: Config) -> Iterator[str]:
+    if config.data.image_column is not None and config.has_environment and not config.data.chat_template:
         yield (
-            f"data.image_column={config.data.image_column}: environment.class={config.environment.name} supports only "
-            "text. Fix: set environment.class=null, or set data.image_column=null"
+            f"data.image_column={config.data.image_column}: with environment.class={config.environment.name}, images "
+            "need a chat template. Fix: set data.chat_template=true"
         )
-    if config.has_image_prompts and config.has_reward_model:
+
+
+def images_exclude_text_only_models(config: Config) -> Iterator[str]:
+    if config.may_have_images and config.has_reward_model:
         yield (
             f"reward_model.path={config.reward_model.path}: the reward model does not see the images of prompts. Fix: "
             "set reward_model.path=null and score responses with rewards.functions, such as generative_judge, which "
@@ -125,5 +128,6 @@ RULES = (
     combined_sources_are_distinct_files,
     source_weights_match_sources,
     pixel_limits_are_ordered,
+    images_in_environments_require_chat_template,
     images_exclude_text_only_models,
 )

@@ -82,10 +82,10 @@ def images_of_sets_are_read(item: EvaluationSet, of_set: Config) -> Iterator[str
             f"evaluation.sets: {item.name} has image_column={item.image_column}, but source={of_set.data.source} has "
             "no images. Fix: set source to a file, or remove image_column"
         )
-    elif of_set.data.image_column is not None and of_set.has_environment:
+    elif of_set.data.image_column is not None and of_set.has_environment and not of_set.data.chat_template:
         yield (
-            f"evaluation.sets: {item.name}: environment.class={of_set.environment.name} supports only text, but the "
-            "set has images. Fix: set image_column: '' or environment: {class: null}"
+            f"evaluation.sets: {item.name}: with environment.class={of_set.environment.name}, images need a chat "
+            "template. Fix: set data.chat_template=true, image_column: '' or environment: {class: null}"
         )
 
 

@@ -134,7 +134,7 @@ KEY_REQUIREMENTS = (
     _if_set("model.vision=true", {"data.image_column": None}),
     KeyRequirement(
         "data.image_column=images",
-        lambda config: config.has_image_prompts,
+        lambda config: config.may_have_images,
         {"data.image_folders": [], "data.min_pixels": None, "data.max_pixels": None},
     ),
     KeyRequirement(

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.core.text import encodable
+from megarl.data.image_parts import images_in
 from megarl.environments.sessions.errors import invalid
 
 Message = Mapping[str, Any]
@@ -18,8 +19,9 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 def read_messages(body: Any) -> list[Message]:
-    """Convert a request's messages to the chat template format: content as text, tool arguments as objects, and tool
-    messages with the tool's name. Raise ApiError for malformed messages and for non-text content."""
+    """Convert a request's messages to the chat template format: content as text or, with images, as parts of the types
+    text and image_url; tool arguments as objects; and tool messages with the tool's name. Raise ApiError for malformed
+    messages and for other content."""
     if not isinstance(body, list) or not body:
         raise invalid("messages", "messages must be a list with at least one message")
     tool_names: dict[str, str] = {}
@@ -30,7 +32,9 @@ def read_messages(body: Any) -> list[Message]:
             raise invalid(param, f"{param} must be an object with a role, one of {', '.join(ROLES)}")
         if not isinstance(message.get("name") or "", str):
             raise invalid(param, f"{param} has a name that is not a string")
-        converted: dict[str, Any] = {"role": ROLES[message["role"]], "content": _text(message.get("content"), param)}
+        converted: dict[str, Any] = {"role": ROLES[message["role"]], "content": _content(message.get("content"), param)}
+        if converted["role"] not in ("user", "tool") and images_in(converted["content"]):
+            raise invalid(param, f"{param} has an image, but only user and tool messages may contain images")
         if converted["role"] == "assistant" and message.get("tool_calls"):
             calls = _list(message["tool_calls"], f"{param}.tool_calls", "a list")
             converted["tool_calls"] = [_tool_call(call, param) for call in calls]
@@ -53,20 +57,36 @@ def canonical(message: Message) -> str:
     return json.dumps([message["role"], content, calls], sort_keys=True)
 
 
-def _text(content: Any, param: str) -> str:
+def _content(content: Any, param: str) -> str | list[dict[str, Any]]:
+    """Return a content as text or, if it has images, as parts, of which no two adjacent ones are text."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    texts = []
+    parts: list[dict[str, Any]] = []
     for part in _list(content, f"{param}.content", "a string or a list"):
-        if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise invalid(param, f"{param} has a content part of type {kind!r}, but only text is supported")
-        if not isinstance(text := part.get(part["type"]), str):
-            raise invalid(param, f"{param} has a content part of type {part['type']!r} whose text is not a string")
-        texts.append(text)
-    return "".join(texts)
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "image_url":
+            parts.append({"type": kind, "image_url": {"url": _url(part.get("image_url"), param)}})
+            continue
+        if kind not in ("text", "refusal"):
+            raise invalid(param, f"{param} has a content part of type {kind!r}, but only text and images are supported")
+        if not isinstance(text := part.get(kind), str):
+            raise invalid(param, f"{param} has a content part of type {kind!r} whose text is not a string")
+        if parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += text
+        else:
+            parts.append({"type": "text", "text": text})
+    return parts if images_in(parts) else "".join(part["text"] for part in parts)
+
+
+def _url(image: Any, param: str) -> str:
+    url = image.get("url") if isinstance(image, dict) else image
+    if not isinstance(url, str):
+        raise invalid(param, f"{param} has an image without a URL. Send {{'url': 'data:image/png;base64,CONTENT'}}")
+    if url[:5].lower() != "data:":
+        raise invalid(param, f"{param} has an image whose URL is not a data: URL. Images are not downloaded")
+    return url
 
 
 def _tool_call(call: Any, param: str) -> dict[str, Any]:

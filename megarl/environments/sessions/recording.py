@@ -17,23 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Protocol
 
 from megarl.core.completion import Completion
+from megarl.environments.images import PlacedTokens
 from megarl.environments.message_end import message_end
 from megarl.environments.sessions.messages import Message, canonical
 from megarl.environments.states import state_of
-from megarl.environments.transcript import Part, Transcript
-
-
-class Tokens(Protocol):
-    """Conversation renderer: `ChatTokens` or `PlainTokens`."""
-
-    def begin(self, messages: Sequence[Message]) -> list[int]: ...
-
-    def shown(self, messages: Sequence[Message]) -> list[Message]: ...
-
-    def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None: ...
+from megarl.environments.transcript import Context, Part, Transcript
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +32,8 @@ class Turn:
 
     Attributes:
         number: number of the turn within the session, in the order of requests.
-        context_ids: tokens between the sample's previous turn and this one.
-        context: the same context as messages.
+        context: tokens between the sample's previous turn and this one.
+        messages: the same context as messages.
         message: the assistant message that the client received.
         text: text of the turn, including tool calls.
         end: number of tokens in the sample up to the end of this turn.
@@ -51,8 +41,8 @@ class Turn:
     """
 
     number: int
-    context_ids: Sequence[int]
-    context: Sequence[Message]
+    context: Context
+    messages: Sequence[Message]
     completion: Completion
     message: Message
     text: str
@@ -70,7 +60,7 @@ class _OpenSample:
         find_message_end: as in Part.
     """
 
-    ids: list[int]
+    tokens: Context
     turns: list[Turn] = field(default_factory=list)
     inherited: tuple[Message, ...] = ()
     is_reserved: bool = False
@@ -82,18 +72,22 @@ class TurnSlot:
     """A reserved position for a turn that is about to be sampled.
 
     Attributes:
-        ids: all tokens before the turn.
+        tokens: all tokens before the turn.
         num_response_tokens: number of these tokens that follow the sample's prompt.
         number: number of the turn within the session, in the order of requests.
     """
 
-    ids: list[int]
+    tokens: Context
     num_response_tokens: int
     number: int
     _sample: _OpenSample
-    _context_ids: Sequence[int]
-    _context: Sequence[Message]
+    _context: Context
+    _messages: Sequence[Message]
     _key: bytes
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self.tokens.ids
 
 
 class TurnLimit(Exception):
@@ -116,7 +110,9 @@ class Recording:
         """Number of samples after the first, by origin: `forked` from the token ids of another sample, `rewritten` if
         the conversation has assistant messages that were not sampled, `fresh` if it has none."""
 
-    async def reserve(self, tokens: Tokens, tools_key: str, messages: Sequence[Message], max_turns: int) -> TurnSlot:
+    async def reserve(
+        self, tokens: PlacedTokens, tools_key: str, messages: Sequence[Message], max_turns: int
+    ) -> TurnSlot:
         """Reserve a slot for the turn that responds to these messages. Fill it with `add` or free it with `release`.
         Messages are tokenized in a thread. Raise TurnLimit if the session has `max_turns` turns, including reserved
         ones, and UserError if the chat template rejects the messages."""
@@ -126,10 +122,12 @@ class Recording:
                 raise TurnLimit
             slot = await self._reserve(tokens, keys, messages)
             if not slot._sample.turns:
-                slot._sample.find_message_end = partial(message_end, tokens.begin, messages, slot.ids)
+                begin = tokens.begin
+                find_end = partial(message_end, lambda changed: begin(changed).ids, messages, slot.ids)
+                slot._sample.find_message_end = find_end
             return slot
 
-    async def _reserve(self, tokens: Tokens, keys: Sequence[bytes], messages: Sequence[Message]) -> TurnSlot:
+    async def _reserve(self, tokens: PlacedTokens, keys: Sequence[bytes], messages: Sequence[Message]) -> TurnSlot:
         for length in range(len(messages), 0, -1):
             if keys[length - 1] in self._turns:
                 slot = await self._continue(tokens, self._turns[keys[length - 1]], messages[length:], keys[-1])
@@ -138,42 +136,40 @@ class Recording:
         if self._samples:
             is_rewritten = any(message["role"] == "assistant" for message in messages)
             self.counts["rewritten" if is_rewritten else "fresh"] += 1
-        token_ids = await asyncio.to_thread(tokens.begin, messages)
-        return self._start_sample(token_ids, await asyncio.to_thread(tokens.shown, messages), keys[-1])
+        prompt = await asyncio.to_thread(tokens.begin, messages)
+        return self._start_sample(prompt, await asyncio.to_thread(tokens.shown, messages), keys[-1])
 
     async def _continue(
-        self, tokens: Tokens, turns: Sequence[tuple[_OpenSample, Turn]], messages: Sequence[Message], key: bytes
+        self, tokens: PlacedTokens, turns: Sequence[tuple[_OpenSample, Turn]], messages: Sequence[Message], key: bytes
     ) -> TurnSlot | None:
         """Reserve a slot after `messages` that continue one of `turns`, preferably the latest turn that ends its
         sample. Return None if the chat template cannot append the messages."""
         ends = [pair for pair in turns if not pair[0].is_reserved and pair[0].turns[-1] is pair[1]]
         sample, turn = (ends or turns)[-1]
-        context_ids = await asyncio.to_thread(tokens.extend, turn.completion.token_ids.tolist(), messages)
-        if context_ids is None:
+        context = await asyncio.to_thread(tokens.extend, turn.completion.token_ids.tolist(), messages)
+        if context is None:
             return None
         if ends:
-            return self._new_slot(sample, context_ids, messages, key)
+            return self._new_slot(sample, context, messages, key)
         self.counts["forked"] += 1
         inherited = [*sample.inherited]
         for previous in sample.turns[: sample.turns.index(turn) + 1]:
-            inherited += [*previous.context, previous.message]
-        return self._start_sample([*sample.ids[: turn.end], *context_ids], messages, key, tuple(inherited))
+            inherited += [*previous.messages, previous.message]
+        return self._start_sample(sample.tokens.before(turn.end) + context, messages, key, tuple(inherited))
 
     def _start_sample(
-        self, prompt_ids: Sequence[int], messages: Sequence[Message], key: bytes, inherited: tuple[Message, ...] = ()
+        self, prompt: Context, messages: Sequence[Message], key: bytes, inherited: tuple[Message, ...] = ()
     ) -> TurnSlot:
-        sample = _OpenSample(ids=[], inherited=inherited)
+        sample = _OpenSample(Context([]), inherited=inherited)
         self._samples.append(sample)
-        return self._new_slot(sample, prompt_ids, messages, key)
+        return self._new_slot(sample, prompt, messages, key)
 
-    def _new_slot(
-        self, sample: _OpenSample, context_ids: Sequence[int], messages: Sequence[Message], key: bytes
-    ) -> TurnSlot:
+    def _new_slot(self, sample: _OpenSample, context: Context, messages: Sequence[Message], key: bytes) -> TurnSlot:
         sample.is_reserved = True
         self.num_turns += 1
-        ids = [*sample.ids, *context_ids]
-        num_prompt_tokens = len(sample.turns[0].context_ids) if sample.turns else len(ids)
-        return TurnSlot(ids, len(ids) - num_prompt_tokens, next(self._numbers), sample, context_ids, messages, key)
+        tokens = sample.tokens + context
+        num_response_tokens = len(tokens.ids) - len((sample.turns[0].context if sample.turns else tokens).ids)
+        return TurnSlot(tokens, num_response_tokens, next(self._numbers), sample, context, messages, key)
 
     def release(self, slot: TurnSlot) -> None:
         """Free a slot that received no turn."""
@@ -185,8 +181,9 @@ class Recording:
     def add(self, slot: TurnSlot, completion: Completion, message: Message, text: str) -> Turn:
         """Record a sampled turn in its slot. The client receives `message`; `text` also includes tool calls."""
         sample, key = slot._sample, _next_key(slot._key, message)
-        sample.ids = [*slot.ids, *completion.token_ids.tolist()]
-        turn = Turn(slot.number, slot._context_ids, slot._context, completion, message, text, len(sample.ids))
+        sample.tokens = slot.tokens + Context(completion.token_ids.tolist())
+        end = len(sample.tokens.ids)
+        turn = Turn(slot.number, slot._context, slot._messages, completion, message, text, end)
         sample.turns.append(turn)
         sample.is_reserved = False
         self._turns[key].append((sample, turn))
@@ -209,14 +206,14 @@ class Recording:
 
 def _part(sample: _OpenSample, turns: Sequence[Turn]) -> Part:
     """Return the sample as a Part that contains only these turns."""
-    transcript = Transcript(turns[0].context_ids)
+    transcript = Transcript(turns[0].context.ids, turns[0].context.images)
     messages = [*sample.inherited]
     for turn in turns:
         if transcript.num_turns:
-            transcript.add_context(turn.context_ids)
+            transcript.add_context(turn.context)
         transcript.add_turn(turn.completion)
-        messages += [*turn.context, turn.message]
-    states = [(turn.number, state_of(turn.context)) for turn in turns]
+        messages += [*turn.messages, turn.message]
+    states = [(turn.number, state_of(turn.messages)) for turn in turns]
     return Part(transcript, turns[-1].text, tuple(messages), states, sample.find_message_end)
 
 

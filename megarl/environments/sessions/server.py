@@ -6,12 +6,14 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.core.text import encodable
+from megarl.environments.images import RolloutImages
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.request import ChatRequest, read_request, tools_key
@@ -40,6 +42,9 @@ HEADERS_S = 60.0
 
 SEND_S = 60.0
 """Seconds within which a client must receive a response."""
+
+IMAGE_BYTES = re.compile(rb"data:[\w/+.-]{,64};base64,[A-Za-z0-9+/=\\]*")
+"""A data: URL in JSON, in which slashes may be escaped."""
 
 MAX_TOOL_SETS = 128
 """Maximum number of cached renderers, one per distinct set of tools. Each task may have its own tools."""
@@ -90,9 +95,11 @@ class SessionServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, sample: Sampler, limits: SessionLimits, seed: int) -> Session:
-        """Open a session. Its token is valid until the session is closed."""
-        session = Session(self._tokens_with, partial(num_tokens, self._tokenizer), sample, limits, seed)
+    def open(self, sample: Sampler, limits: SessionLimits, seed: int, images: RolloutImages | None = None) -> Session:
+        """Open a session. Its token is valid until the session is closed. `images` is None if messages cannot contain
+        images."""
+        images = images or RolloutImages(None)
+        session = Session(self._tokens_with, partial(num_tokens, self._tokenizer), sample, limits, seed, images)
         self._sessions[_digest(session.token)] = session
         return session
 
@@ -146,12 +153,13 @@ class SessionServer:
         from aiohttp import web
 
         try:
-            session.check_num_bytes(request.content_length or 0)
+            if not session.receives_images:
+                session.check_num_bytes(request.content_length or 0)
             async with asyncio.timeout(BODY_S):
                 data = await request.read()
-            session.check_num_bytes(len(data))
             # Parse short requests in the event loop: seeds depend on the order of requests, which threads would change.
-            return await asyncio.to_thread(self._parse, data) if len(data) > LONG_REQUEST else self._parse(data)
+            parse = partial(self._parse, data, session)
+            return await asyncio.to_thread(parse) if len(data) > LONG_REQUEST else parse()
         except TimeoutError:
             raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None
         except web.HTTPRequestEntityTooLarge:
@@ -161,7 +169,8 @@ class SessionServer:
         except (ValueError, RecursionError) as error:
             raise invalid("body", f"the request body is not valid JSON: {error}") from error
 
-    def _parse(self, data: bytes) -> tuple[ChatRequest, bytes]:
+    def _parse(self, data: bytes, session: Session) -> tuple[ChatRequest, bytes]:
+        session.check_num_bytes(len(data) - (_num_image_bytes(data) if session.receives_images else 0))
         body = encodable(json.loads(data))
         if is_deeper(body, MAX_DEPTH):
             raise invalid("body", f"the request body is nested deeper than {MAX_DEPTH} levels")
@@ -211,6 +220,11 @@ async def _send(request: web.Request, response: web.StreamResponse, data: bytes)
 
 def _is_connected(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()
+
+
+def _num_image_bytes(data: bytes) -> int:
+    """Return the number of bytes in the images of a request. The parser copies them without parsing them."""
+    return sum(match.end() - match.start() for match in IMAGE_BYTES.finditer(data))
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

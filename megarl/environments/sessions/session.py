@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.config.schema import Config
 from megarl.core.completion import Completion
 from megarl.core.errors import UserError
+from megarl.data.image_parts import images_in
+from megarl.data.images import ImageError
 from megarl.data.tool_calls import MalformedCall, ToolCall
+from megarl.environments.images import PlacedTokens, RolloutImages, Tokens
 from megarl.environments.protocol import StopReason
 from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.messages import Message
-from megarl.environments.sessions.recording import Recording, Tokens, Turn, TurnLimit, TurnSlot
+from megarl.environments.sessions.recording import Recording, Turn, TurnLimit, TurnSlot
 from megarl.environments.sessions.request import ChatRequest, tools_key
 from megarl.environments.text_length import ROOM, is_longer, texts_of
 from megarl.environments.transcript import Part
@@ -97,6 +100,7 @@ class Session:
         sample: Sampler,
         limits: SessionLimits,
         seed: int,
+        images: RolloutImages,
     ):
         """`num_tokens` returns the number of tokens in a text. It is called in a thread."""
         self.token = secrets.token_urlsafe(32)
@@ -111,6 +115,7 @@ class Session:
         """Counts of ignored parameters (`ignored.NAME`), turns with malformed tool calls (`malformed_calls`), retries
         that received the original response (`replayed`), and rejected requests (`refused.CODE`)."""
         self._tokens_of, self._num_tokens, self._sample, self._seed = tokens_of, num_tokens, sample, seed
+        self._images = images
         self._call_numbers = count()
         """Counter for tool call ids, which have nine alphanumeric characters as Mistral's chat templates require."""
         self._completions: dict[bytes, asyncio.Task[ChatCompletion]] = {}
@@ -153,7 +158,8 @@ class Session:
         try:
             tokens = self._tokens_of(request.tools)
             key, max_turns = tools_key(request.tools), self.limits.max_turns
-            slot = await self.recording.reserve(tokens, key, request.messages, max_turns)
+            messages = await self._read_images(request.messages)
+            slot = await self.recording.reserve(PlacedTokens(tokens, self._images), key, messages, max_turns)
             if not slot.ids:
                 self.recording.release(slot)
                 raise invalid("messages", "the messages have no tokens")
@@ -175,8 +181,13 @@ class Session:
             self.recording.release(slot)
             raise ApiError(500, "turn_failed", f"the turn cannot be processed: {error}") from error
 
+    @property
+    def receives_images(self) -> bool:
+        return self._images.are_supported
+
     def check_num_bytes(self, num_bytes: int) -> None:
-        """Raise ApiError if a request body of this length exceeds the context, before the body is parsed."""
+        """Raise ApiError if a request body with this many bytes besides images exceeds the context, before the body is
+        parsed."""
         most = max(MIN_BYTES, BYTES_PER_TOKEN * self.limits.context_length)
         if num_bytes > most:
             raise self._context_exceeded(f"a request of {num_bytes} bytes, more than {most}")
@@ -191,9 +202,19 @@ class Session:
         if await is_longer(texts, most - len(request.messages), self._num_tokens):
             raise self._context_exceeded(f"more than {most} tokens")
 
+    async def _read_images(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with digests in place of images, which a thread decodes."""
+        if not any(images_in(message["content"]) for message in messages):
+            return messages
+        try:
+            return await asyncio.to_thread(self._images.read, messages)
+        except ImageError as error:
+            raise invalid("messages", f"an image in the messages: {error}. Fix: {error.fix}") from None
+
     async def _complete(self, slot: TurnSlot, request: ChatRequest) -> Completion:
         limit, seed = self._token_limit(slot), turn_seed(self._seed, slot.number)
-        return await self._sample(slot.ids, min(limit, request.max_tokens or limit), seed, request.stop)
+        limit = min(limit, request.max_tokens or limit)
+        return await self._sample(slot.ids, limit, seed, request.stop, slot.tokens.images)
 
     def _token_limit(self, slot: TurnSlot) -> int:
         """Return the maximum number of tokens in a turn. Raise ApiError if the sample is full."""

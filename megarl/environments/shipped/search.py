@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.data.image_parts import join_contents
 from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.shipped.retrieval import Retriever, open_retriever
 from megarl.environments.tools import Message, tool
@@ -95,7 +96,7 @@ class SearchEnvironment(_Searching):
         if not self.instructions or not task.messages:
             return None
         *context, question = task.messages
-        return [*context, {**question, "content": INSTRUCTIONS + question["content"]}]
+        return [*context, {**question, "content": join_contents(INSTRUCTIONS, question["content"])}]
 
     async def step(self, turn: Turn) -> Step:
         action, text = first_action(turn.text)

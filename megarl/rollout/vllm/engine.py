@@ -24,7 +24,7 @@ from megarl.core import device
 from megarl.core.completion import NO_DRAFTS, CandidateIds, Completion, DraftCounts, VersionRun
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
-from megarl.environments.transcript import Transcript
+from megarl.environments.transcript import Context, Transcript
 from megarl.models.families import completed
 from megarl.models.folder import read_config
 from megarl.models.huggingface import experts
@@ -99,11 +99,14 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
 
     async def _complete(self, request: SamplingRequest) -> Sample:
         context = [*request.prompt.token_ids.tolist(), *request.prefix]
-        images: Sequence[MultiModalKwargsItem] = ()
-        if request.prompt.images:
-            assert self._images is not None, "config rules must reject images without model.vision"
-            images = await self._images.load(request.prompt.images)
+        images = await self._patches(request.prompt.images)
         return self._sample(request, await self._begin(context, request, images))
+
+    async def _patches(self, images: Sequence[PromptImage]) -> Sequence[MultiModalKwargsItem]:
+        if not images:
+            return ()
+        assert self._images is not None, "config rules must reject images without model.vision"
+        return await self._images.load(images)
 
     def num_unfinished(self, sample_ids: Collection[str]) -> int:
         requested = [item for item in self._pending.values() if item.request.sample_id in sample_ids]
@@ -121,7 +124,13 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
         if not self._pending:
             self._require_weights()
+        if request.images:
+            return asyncio.ensure_future(self._begin_with_images(request))
         return self._begin(request.token_ids.tolist(), request)
+
+    async def _begin_with_images(self, request: TurnRequest) -> Completion:
+        images = await self._patches(request.images)
+        return await self._begin(request.token_ids.tolist(), request, images)
 
     def _begin(
         self,
@@ -296,8 +305,8 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
             [*request.prefix, *completion.text_ids.tolist()],
         )
         if request.prefix:
-            transcript = Transcript(request.prompt.token_ids.tolist())
-            transcript.add_context(request.prefix)
+            transcript = Transcript(request.prompt.token_ids.tolist(), prompt.images)
+            transcript.add_context(Context(request.prefix))
             transcript.add_turn(completion)
             return transcript.sample(request.sample_id, prompt, text, request.sample_id, None)
         return Sample(
@@ -351,8 +360,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
 
 
 def _images_of(request: SamplingRequest | TurnRequest) -> Sequence[PromptImage]:
-    """Return a request's images; empty for turns, because environments do not support images."""
-    return request.prompt.images if isinstance(request, SamplingRequest) else ()
+    return request.prompt.images if isinstance(request, SamplingRequest) else request.images
 
 
 def _value_or(value: T | None, default: T) -> T:

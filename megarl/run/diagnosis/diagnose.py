@@ -21,7 +21,7 @@ from megarl.core.files import is_plain, numbered, read_text
 from megarl.core.interpreter import PYTHON
 from megarl.core.jsonl import read_objects
 from megarl.models.folder import resolve
-from megarl.rewards.prompt_thumbnails import PROMPT_IMAGES
+from megarl.rewards.prompt_thumbnails import OBSERVATION_IMAGES, PROMPT_IMAGES
 from megarl.rewards.rollout_file import LOGPROB_DIFFERENCES, PROMPT_IDS, RESPONSE_IDS
 from megarl.run.diagnosis.comparison import Stage, compare, first_different, table, verdict
 from megarl.run.diagnosis.side import OUTPUTS, REQUEST, SIDES, Request
@@ -178,7 +178,7 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
 
 def _token_fields(record: dict[str, Any]) -> dict[str, Any]:
     """Return a sample's name, token ids and log-prob differences; the lists are empty if it has none. Also return
-    whether its prompt contains images. Raise ValueError if the lists are malformed."""
+    whether it contains images. Raise ValueError if the lists are malformed."""
     ids = {name: record.get(name) or [] for name in (PROMPT_IDS, RESPONSE_IDS)}
     if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in ids.values()):
         raise ValueError("malformed token ids")
@@ -186,7 +186,7 @@ def _token_fields(record: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(recorded, list) or not all(value is None or is_plain(value, float) for value in recorded):
         raise ValueError("malformed log-prob differences")
     differences = [value for value in recorded if value is not None]  # null stands for a number that is not finite
-    has_images = bool(record.get(PROMPT_IMAGES))
+    has_images = bool(record.get(PROMPT_IMAGES) or record.get(OBSERVATION_IMAGES))
     return {"sample_id": record["sample_id"], **ids, LOGPROB_DIFFERENCES: differences, PROMPT_IMAGES: has_images}
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
+from dataclasses import replace
 
-from megarl.cluster.image_files import get_images
+from megarl.cluster.image_files import attach_images, get_images, get_images_of_turns
+from megarl.core.episode import RolloutInfo
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
+from megarl.core.sample import SampleRef
 from megarl.rollout.engine import SamplingRequest
 
 
@@ -34,3 +37,28 @@ def test_requests_fetch_a_shared_image_once() -> None:
     files = [[image.file for image in item.prompt.images] for item in found]
     assert files == [[b"a", b"b"], [b"b", b"b", b"a"], []]
     assert (a.num_fetched, b.num_fetched) == (1, 1)
+
+
+def test_turns_fetch_a_shared_image_once() -> None:
+    a, b = Ref(b"a"), Ref(b"b")
+    turns = {
+        number: request("0", []).turn([9, 9], 5, 1, images=request("0", refs).prompt.images)
+        for number, refs in ((3, [a, b]), (4, [b]), (7, []))
+    }
+    found = asyncio.run(get_images_of_turns(turns))
+    assert {number: [image.file for image in turn.images] for number, turn in found.items()} == {
+        3: [b"a", b"b"],
+        4: [b"b"],
+        7: [],
+    }
+    assert (a.num_fetched, b.num_fetched) == (1, 1)
+
+
+def test_samples_of_environments_keep_their_own_images() -> None:
+    """An environment may replace the images of the data, or leave them out."""
+    prompt = request("0", [Ref(b"a")]).prompt
+    plain = SampleRef("1.0.0", "p", 1, 1, 1, "stop", 0, 0)
+    assert attach_images(plain, prompt).prompt_images == (prompt.images[0].file,)
+    played = replace(plain, rollout=RolloutInfo("done", 1, 1, {}, 0, 0), prompt_images=("own",))
+    assert attach_images(played, prompt) == played
+    assert attach_images(replace(played, prompt_images=()), prompt).prompt_images == ()

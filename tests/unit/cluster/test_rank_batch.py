@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from megarl.cluster.rank_batch import FetchedBatches, RankBatch, ScoreRef, get_scores, put_scores
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch, ScoreRef, get_scores, put_samples, put_scores
 from megarl.core.completion import VersionRun
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
@@ -126,6 +126,20 @@ def test_images_are_fetched_once_with_their_samples(store, monkeypatch):
     assert all(image.file is None for item in without.samples for image in item.sample.prompt.images)
     replace(batch, privileged={sample.id: np.array([7], np.int32) for sample in stored.values()}).fetch()
     assert store == [["ref 1", "ref 2"]] * 2
+
+
+def test_images_of_environments_are_stored_apart_once(monkeypatch):
+    """Images are bytes after loading a file, and references otherwise. Images of the data are attached later."""
+    stored = []
+    monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or f"ref {len(stored)}")
+    a, b = (PromptImage(0, 1, (1, 2, 2), digest, file) for digest, file in (("a", b"a"), ("b", "ref of b")))
+    prompt, response = Prompt("p", "", [9], images=(a,)), replace(b, start=1)
+    samples = [replace(SAMPLES[name], prompt=prompt, response_images=(response,)) for name in ("ref 1", "ref 2")]
+    refs = put_samples(samples)
+    assert [ref.prompt_images for ref in refs] == [("ref 1", "ref of b")] * 2
+    assert stored[0] == b"a" and all(image.file is None for sample in stored[1:] for image in sample.images)
+    plain = put_samples([samples[0].without_files])[0]
+    assert plain.prompt_images == () and stored[-1] == stored[1]
 
 
 def test_all_objects_of_a_batch_are_fetched_in_one_call(store):

@@ -194,6 +194,23 @@ def test_prompts_with_different_images_are_not_shared():
     assert batch.images.pixels().mean(1).tolist() == [1.0] * 8 + [0.0] * 8
 
 
+def test_images_in_observations_have_places_after_the_prompt():
+    """The second sample has the same image in its prompt. Positions after an image continue from its longest side."""
+    observed = training_sample("a", "p", [11, 12, 13], [21, 9, 9, 22])
+    observed = replace(observed, sample=replace(observed.sample, response_images=(one_image(4),)))
+    other = with_images(training_sample("b", "q", [9, 9], [31]), one_image(0))
+    batch = collate([observed, other], packing(1, True), pixels=pixels)
+    assert batch.images is not None
+    assert len(batch.images.pixels()) == 8
+    assert (batch.images.sources.tolist(), batch.images.places.tolist()) == ([0, 1, 0, 1], [4, 5, 7, 8])
+    assert batch.rotary_positions is not None
+    assert batch.rotary_positions.tolist() == [
+        [0, 1, 2, 3, 4, 4, 6, 0, 0, 2],
+        [0, 1, 2, 3, 4, 4, 6, 0, 0, 2],
+        [0, 1, 2, 3, 4, 5, 6, 0, 1, 2],
+    ]
+
+
 def test_patches_are_left_out_without_a_tower():
     samples = [with_images(sample, one_image(1)) for sample in samples_of_one_prompt()]
     batch = collate(samples, packing(1, True))

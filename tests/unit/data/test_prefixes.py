@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.core.completion import VersionRun
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.data.prefixes import SHORTEST_RUN, place_runs
 from megarl.ops.shared_attention import pack_mask
@@ -97,3 +98,31 @@ def test_tokens_with_different_routes_are_not_shared(differs_at):
     routed = [replace(item, routes=item_routes) for item, item_routes in zip(samples, routes, strict=True)]
     shared = {25: 10, 39: 39, None: 40}[differs_at]  # 15 common tokens after the prompt are not shared
     assert place_runs(routed, packing())[1] == 2 * 41 - shared
+
+
+@pytest.mark.parametrize(
+    ("digests", "shared"), [(("a", "a"), 10 + 40), (("a", "b"), 10 + 20), (("a", None), 10 + 20), ((None, None), 50)]
+)
+def test_placeholders_of_different_images_are_not_shared(digests, shared):
+    """Responses with equal tokens have an image, or the placeholders as sampled tokens, after 20 tokens."""
+    prompt, response = Prompt("p", "", range(10)), (*range(50, 70), *[9] * 12, *range(70, 78))
+    samples = [
+        replace(
+            sample(f"{k}", prompt, (*response, 1000 + k)),
+            response_images=() if digest is None else (PromptImage(30, 12, (1, 6, 8), digest),),
+        )
+        for k, digest in enumerate(digests)
+    ]
+    assert place_runs(samples, packing())[1] == 2 * 51 - shared
+
+
+def test_runs_do_not_split_images():
+    """Equal images whose tokens went through different experts are not shared in part."""
+    prompt, response = Prompt("p", "", range(10)), (*range(50, 70), *[9] * 12, 5)
+    routes = np.zeros((2, 43, 3, 2), np.int8)
+    routes[1, 35] = 1
+    samples = [
+        replace(sample(f"{k}", prompt, response), response_images=(PromptImage(30, 12, (1, 6, 8), "a"),), routes=each)
+        for k, each in enumerate(routes)
+    ]
+    assert place_runs(samples, packing())[1] == 2 * 43 - 30

@@ -32,7 +32,7 @@ from megarl.data.prompts import too_long
 from megarl.environments.observation import limit_observation
 from megarl.environments.registry import SHIPPED, check_environment
 from megarl.environments.tools import tool, tools_of
-from megarl.environments.transcript import Transcript
+from megarl.environments.transcript import Context, Transcript
 from megarl.rewards.registry import column_parameters, resolve, takes_batches
 from tests.paths import QUICKSTART
 from tests.readme import text_of
@@ -168,7 +168,7 @@ def only_sampled_tokens_are_trained(_: Path) -> None:
     transcript = Transcript([1, 2])
     for turn in ([3, 4], [7]):
         transcript.add_turn(Completion(turn, [-1.0] * len(turn), (VersionRun(0, len(turn)),), "stop"))
-        transcript.add_context([5, 6])
+        transcript.add_context(Context([5, 6]))
     sample = transcript.sample("a", Prompt("p", "", np.array([1, 2], np.int32)), "", "a", None)
     assert sample.response_ids.tolist() == [3, 4, 5, 6, 7]
     assert sample.response_mask.tolist() == [True, True, False, False, True]

@@ -33,8 +33,18 @@ assert [message["content"] for message in step.observation] == ["2.50 USD"]
 step = asyncio.run(shop.step(Turn([], "", "stop", (ToolCall("price", {"item": "ink"}),))))
 assert step.observation[0]["content"] == "error: price raised KeyError: 'ink'"
 assert asyncio.run(shop.step(Turn([], " 5.00 USD", "stop"))).reward == 1.0
+
+board = check_environment("board.py:Board", {})()
+[opening] = board.reset(Task(id="0", messages=(), answer=None, columns={}, seed=0))
+board.place = [1, 0]
+[moved] = board.step(Turn([], "I move right", "stop")).observation
+assert moved["content"][0]["image"].getpixel((65, 1)) == (255, 0, 0)
+assert opening["content"][0]["image"].size == (256, 256)
+assert board.step(Turn([], "north", "stop")).reward == -0.1
+board.step(Turn([], "left", "stop"))
+assert board.step(Turn([], "left", "stop")).done
 """
-"""A conversation with the class whose source the page shows."""
+"""Conversations with the classes whose source the page shows."""
 
 
 def blocks(language: str) -> list[str]:

@@ -55,9 +55,20 @@ def test_messages_keep_their_other_keys() -> None:
     assert limit_observation(tools("abc"), TOKENIZER, settings(1)) == [{"role": "tool", "name": "t0", "content": "a"}]
 
 
-def test_content_that_is_not_text_stays_unchanged() -> None:
-    message = {"role": "user", "content": [{"type": "text", "text": "abc"}]}
-    assert limit_observation([message], TOKENIZER, settings(1)) == [message]
+def test_images_are_kept_and_do_not_count() -> None:
+    image = {"type": "image", "image": "digest"}
+    content = [
+        {"type": "text", "text": "ab"},
+        image,
+        {"type": "text", "text": "cd"},
+        image,
+        {"type": "text", "text": "e"},
+    ]
+    expected = [content[0], image, {"type": "text", "text": "c"}, image, {"type": "text", "text": ""}]
+    [message] = limit_observation([{"role": "user", "content": content}], TOKENIZER, settings(3)) or []
+    assert message["content"] == expected
+    refuse = settings(3).model_copy(update={"overlong_observation": "refuse"})
+    assert limit_observation([{"role": "user", "content": content}], TOKENIZER, refuse) is None
 
 
 def test_characters_are_never_split() -> None:

@@ -16,6 +16,7 @@ from megarl.config.load import load
 from megarl.core.completion import CandidateIds, Completion, VersionRun
 from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.data.turns import ChatTokens
 from megarl.environments.hosts import HostPool, host_arguments
@@ -45,8 +46,10 @@ class Says:
         self._texts, self._ends, self._candidates, self._tokenizer = texts, ends, candidates, tokenizer
         self._numbers = count(1)
 
-    async def __call__(self, token_ids: Sequence[int], max_new_tokens: int, seed: int) -> Completion:
-        self.asked.append({"ids": list(token_ids), "room": max_new_tokens, "seed": seed})
+    async def __call__(
+        self, token_ids: Sequence[int], max_new_tokens: int, seed: int, images: Sequence[PromptImage] = ()
+    ) -> Completion:
+        self.asked.append({"ids": list(token_ids), "room": max_new_tokens, "seed": seed, "images": tuple(images)})
         text = self._texts[(len(self.asked) - 1) % len(self._texts)]
         ids = (self._tokenizer(text)["input_ids"] + [EOS_ID] * self._ends)[:max_new_tokens]
         last = self._tokenizer.added_tokens_decoder.get(ids[-1])

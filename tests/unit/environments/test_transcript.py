@@ -9,7 +9,7 @@ import numpy as np
 from megarl.core.completion import NO_ROUTE, Completion, VersionRun
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
-from megarl.environments.transcript import Transcript
+from megarl.environments.transcript import Context, Transcript
 
 
 def turn(start: int, count: int, number: int | None) -> Completion:
@@ -27,7 +27,7 @@ def sample(*numbers: int | None):
     transcript = Transcript([1, 2])
     for index, number in enumerate(numbers):
         if index:
-            transcript.add_context([8, 9])
+            transcript.add_context(Context([8, 9]))
         transcript.add_turn(turn(len(transcript.ids), 3, number))
     return transcript.sample("0", Prompt("p", "", [1, 2]), "", "0", None)
 
@@ -50,9 +50,32 @@ def test_turn_without_routes_gets_routes_of_later_turns():
 
 def test_sample_keeps_all_fields_of_its_prompt():
     prompt = Prompt("p", "text", [9, 2], "answer", ({"role": "user"},), {"a": 1}, (PromptImage(0, 1, (1, 2, 2), "d"),))
-    transcript = Transcript([9, 2])
+    transcript = Transcript([9, 2], prompt.images)
     transcript.add_turn(turn(2, 3, None))
     found = transcript.sample("0", prompt, "", "0", None).prompt
     for name in {item.name for item in fields(Prompt)} - {"token_ids"}:
         assert getattr(found, name) == getattr(prompt, name), name
     assert found.token_ids.tolist() == [9, 2]
+
+
+def test_images_follow_the_tokens_they_are_among():
+    """The last observation, after which no turn follows, is not part of the sample."""
+    a, b, c = (PromptImage(1, 2, (1, 2, 4), digest) for digest in "abc")
+    transcript = Transcript([1, 9, 9, 2], [a])
+    transcript.add_turn(turn(4, 3, None))
+    transcript.add_context(Context([5, 9, 9], (b,)))
+    transcript.add_turn(turn(10, 3, None))
+    transcript.add_context(Context([5, 9, 9], (c,)))
+    found = transcript.sample("0", Prompt("p", "", [1, 9], images=(c,)), "", "0", None)
+    assert found.prompt.images == (a,) and found.response_images == (replace(b, start=8),)
+    assert found.num_tokens == 13 and found.response_mask.tolist() == [True] * 3 + [False] * 3 + [True] * 3
+    assert transcript.images[2].start == 14
+    assert transcript.prompt.short_ids == [1, 9, 2]
+
+
+def test_context_is_cut_between_images():
+    context = Context([9, 9, 1, 9], (PromptImage(0, 2, (1, 2, 4), "a"), PromptImage(3, 1, (1, 2, 2), "b")))
+    assert context.before(3) == Context([9, 9, 1], context.images[:1])
+    assert context.short_ids == [9, 1, 9]
+    joined = Context([7], ()) + context
+    assert joined.ids == [7, 9, 9, 1, 9] and [image.start for image in joined.images] == [1, 4]

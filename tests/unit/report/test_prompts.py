@@ -106,6 +106,19 @@ def test_images_in_messages_are_those_of_the_prompt() -> None:
     assert first[PARTS] == ["see ", {}, "?", {}, ""]
 
 
+def test_images_in_messages_are_found_by_digest() -> None:
+    """Environments write the digests. A line has only the images of its own sample."""
+    names = ("observed", "d", "unknown", {})
+    content = [{"type": "image", "image": name} for name in names]
+    malformed = [3, {}, {"num_tokens": 4}, {"num_tokens": "4", "digest": "x"}]
+    observed = [{"num_tokens": 4, "digest": "observed", "thumbnail": "t"}, *malformed]
+    record = line(5) | {"observation_images": observed, "messages": [{"role": "user", "content": content}]}
+    [turn] = select_turns(record, 100)
+    assert turn[PARTS][1::2] == [{"num_tokens": 4, "thumbnail": "t"}, {"num_tokens": 5}, {}, {}]
+    [turn] = select_turns(record | {"observation_images": "text"}, 100)
+    assert turn[PARTS][1::2] == [{}, {"num_tokens": 5}, {}, {}]
+
+
 def test_messages_have_the_limits_of_prompts() -> None:
     content = [{"type": "text", "text": "a" * 60}, {"type": "image"}, {"type": "text", "text": "b" * 60}]
     content += [{"type": "image"}] * (MAX_IMAGES + 1)

@@ -14,6 +14,7 @@ import pytest
 from megarl.core.completion import VersionRun
 from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.rewards.finished_files import GroupFile
 from megarl.rewards.finished_groups import FinishedGroups
@@ -43,6 +44,24 @@ def collect(folder: Path, *batches: list[Sample], num_rollouts: int = 2, version
         return groups
 
     return asyncio.run(run())
+
+
+def test_references_to_images_are_fetched_before_writing(tmp_path):
+    image = PromptImage(3, 1, (1, 2, 2), "a", "a reference")
+    samples = [replace(sample(f"5.1.{k}"), response_images=(image,)) for k in range(2)]
+
+    def fetch(group):
+        assert group == samples
+        return [item.with_files([b"encoded"]) for item in group]
+
+    async def run() -> None:
+        groups = FinishedGroups(2, fetch)
+        groups.begin(tmp_path, 4)
+        groups.add(samples)
+        await groups.written(samples)
+
+    asyncio.run(run())
+    assert load_groups(tmp_path) == [[item.with_files([b"encoded"]) for item in samples]]
 
 
 def load_groups(folder: Path) -> list[list[Sample]]:

@@ -13,7 +13,7 @@ from PIL import Image
 from megarl.core.prompt import Prompt
 from megarl.core.score import Score
 from megarl.rewards import prompt_thumbnails
-from megarl.rewards.prompt_thumbnails import THUMBNAILS, prompt_fields, thumbnail_path, write_thumbnails
+from megarl.rewards.prompt_thumbnails import THUMBNAILS, thumbnail_path, write_thumbnails
 from megarl.rewards.rollout_file import append_rollouts
 from tests.prompt_image_run import PLACEHOLDER_TEXT, decode, encoded, prompt, sample
 
@@ -46,6 +46,31 @@ def test_lines_have_one_placeholder_per_image(tmp_path: Path) -> None:
     first, second = rows(file)[0]["prompt_images"]
     colors = [np.asarray(Image.open(tmp_path / image["thumbnail"]))[-1, -1].tolist() for image in (first, second)]
     assert colors == [list(RED), list(GREEN)]
+
+
+def test_placeholder_in_the_text_is_not_an_image(tmp_path: Path) -> None:
+    """If the text differs from the decoded tokens, the images have no places."""
+    item = prompt("p", f"{PLACEHOLDER_TEXT} is ", encoded(RED), "?")
+    changed = replace(prompt("q", encoded(RED), "?"), text="other")
+    file = tmp_path / "step_000001.jsonl"
+    append_rollouts(file, 1, scored(1, item, changed), decode=decode)
+    first, _, second, _ = rows(file)
+    [image], [other] = first["prompt_images"], second["prompt_images"]
+    assert (image["start"], image["stop"]) == (len(f"{PLACEHOLDER_TEXT} is "), len(item.text) - 1)
+    assert other == {name: value for name, value in image.items() if name not in ("start", "stop")}
+
+
+def test_images_in_observations_have_thumbnails(tmp_path: Path) -> None:
+    item, observed = prompt("p", encoded(RED), "?"), prompt("q", encoded(GREEN), encoded(RED)).images
+    [(first, score), *others] = scored(1, item)
+    played = replace(first, response_images=tuple(replace(image, start=100) for image in observed))
+    file = tmp_path / "step_000001.jsonl"
+    append_rollouts(file, 1, [(played, score), *others], decode=decode)
+    row, other = rows(file)
+    assert [image["digest"] for image in row["observation_images"]] == [image.digest for image in observed]
+    assert [image["num_tokens"] for image in row["observation_images"]] == [30, 31]
+    assert all((tmp_path / image["thumbnail"]).is_file() for image in row["observation_images"])
+    assert "observation_images" not in other
 
 
 def test_thumbnail_is_stored_once_for_all_steps(tmp_path: Path) -> None:
@@ -115,11 +140,6 @@ def test_time_for_thumbnails_is_limited(tmp_path: Path, monkeypatch: pytest.Monk
     for step in (1, 2):
         append_rollouts(tmp_path / f"step_{step:06d}.jsonl", step, scored(step, item), decode=decode)
         assert names_in(tmp_path) == {f"{image.digest}.png" for image in item.images[:step]}
-
-
-def test_text_with_other_placeholders_has_no_images() -> None:
-    item = prompt("p", f"{PLACEHOLDER_TEXT} ", encoded(RED))
-    assert prompt_fields(item, decode, {}) == {"prompt": f"{PLACEHOLDER_TEXT} {PLACEHOLDER_TEXT}"}
 
 
 def test_links_and_damaged_thumbnails_are_not_in_the_grid(tmp_path: Path) -> None:

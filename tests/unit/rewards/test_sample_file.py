@@ -84,6 +84,26 @@ def test_encoded_images_are_not_saved(tmp_path: Path) -> None:
     assert restored.prompt.messages == messages
 
 
+def test_images_of_environments_are_saved_once(tmp_path: Path) -> None:
+    files = [bytes([number]) * 1000 for number in range(2)]
+    first, second = (PromptImage(2 * i, 2, (1, 2, 4), str(i), file) for i, file in enumerate(files))
+    saved = []
+    for name in ("1.0.0", "1.0.1"):
+        sample = Sample(
+            *(name, Prompt("p", "", [9, 9], images=(first,)), [9, 9, 5], [0.0, 0.0, -1.0], [False, False, True]),
+            *((VersionRun(0, 3),), "stop", ""),
+            response_images=(second,),
+        )
+        saved.append(sample)
+    save_samples([(0, 0, saved)], tmp_path / "file")
+    [(_, _, restored)] = load_samples(tmp_path / "file")
+    assert restored == saved
+    assert [image.file for sample in restored for image in sample.images] == files * 2
+    tensors = load_file(tmp_path / "file").values()
+    assert sum(tensor.size == 1000 for tensor in tensors) == 2
+    assert pickle.loads(pickle.dumps(saved[0])) == saved[0]
+
+
 def plain(sample: Sample) -> Sample:
     """Return the sample as JSON restores it: its stop reason and reward become plain str and float."""
     if sample.episode is None:

@@ -115,11 +115,12 @@ def test_missing_rollout_raises_a_one_line_error(run: Path, step, sample, messag
     assert "\n" not in str(error.value)
 
 
-def test_samples_with_images_are_skipped(run: Path) -> None:
+@pytest.mark.parametrize("key", ["prompt_images", "observation_images"])
+def test_samples_with_images_are_skipped(run: Path, key: str) -> None:
     file = run / "rollouts/step_000003.jsonl"
     ids = {"prompt_ids": [1, 2], "response_ids": [3]}
     image = {"start": 0, "stop": 1, "num_tokens": 1, "digest": "0" * 64}
-    pictured, text = {"sample_id": "3.1.0", **ids, "prompt_images": [image]}, {"sample_id": "3.2.0", **ids}
+    pictured, text = {"sample_id": "3.1.0", **ids, key: [image]}, {"sample_id": "3.2.0", **ids}
     file.write_text("".join(json.dumps(row) + "\n" for row in (pictured, text)))
     assert find_rollout(run, None, None).sample_id == "3.2.0"
     with pytest.raises(UserError, match=r"the prompt of sample 3.1.0 contains images, which megarl diagnose does not"):

@@ -25,7 +25,7 @@ async def environment_actor(config: Config) -> AsyncIterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group.ProcessActor, "__init__", lambda self, process, logs: setattr(self, "_process", process))
         patch.setattr(environments, "bypass_proxies", lambda _: None)
-        patch.setattr(environments, "_put", lambda samples: samples)
+        patch.setattr(environments, "put_samples", lambda samples: samples)
         patch.setattr(environments, "load_tokenizer", lambda folder, **_: TOKENIZER)
         actor = actor_class(SimpleNamespace(name="environments-0", threads=1), Path())
         await actor.start(config, Path())

@@ -91,7 +91,7 @@ class Run:
     def __init__(self, actor: Any, log: Path):
         self.actor, self.engine, self.log = actor, Engine(), log
         self.heard: list[str] = []
-        begin = SimpleNamespace(remote=lambda samples: self.heard.extend(sample.id for sample in samples))
+        begin = SimpleNamespace(remote=lambda samples, _: self.heard.extend(sample.id for sample in samples))
         self._listener = SimpleNamespace(begin=begin)
 
     def train(self, *modes: str, name: str = "1.0") -> asyncio.Task[list[list[Sample]] | Aborted | None]:

@@ -119,7 +119,7 @@ def test_greedy_set_samples_every_turn_greedily(kind: str) -> None:
 
 def test_evaluation_does_not_affect_stateful_environments() -> None:
     settings, engine = config("Numbered", {"name": "a"}), Engine()
-    listener = SimpleNamespace(begin=SimpleNamespace(remote=lambda samples: None))
+    listener = SimpleNamespace(begin=SimpleNamespace(remote=lambda samples, images: None))
 
     async def train(actor: Any, step: int) -> list[float]:
         [asked, _] = training.requests(settings, step, [prompt("fine"), prompt("fine")])

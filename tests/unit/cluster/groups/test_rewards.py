@@ -19,6 +19,7 @@ from megarl.cluster.groups.rewards import RewardWorker
 from megarl.config.load import load
 from megarl.core.completion import CandidateIds, VersionRun
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample, SampleRef
 from megarl.models.run_models import ModelFolders
 from megarl.rewards.finished_files import GroupFile, write_group
@@ -108,7 +109,7 @@ def test_samples_are_scored_once_and_during_rollout(worker, calls, tmp_path):
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_restored_results_are_not_computed_again(worker, calls, tmp_path, monkeypatch, is_kept):
-    monkeypatch.setattr(rewards, "put_sample", lambda sample: sample)
+    monkeypatch.setattr(rewards, "put_samples", list)
     group = [replace(sample(f"{30 + is_kept}.0.{i}", "x" * i), prompt=sample("3", "").prompt) for i in range(8)]
 
     async def first():
@@ -129,8 +130,42 @@ def test_restored_results_are_not_computed_again(worker, calls, tmp_path, monkey
     assert len(called(calls)) == (8 if is_kept else 16)
 
 
+def test_images_of_environments_are_restored(worker, calls, tmp_path, monkeypatch):
+    """Files contain them, because only the environment had them. The restored samples are not scored again."""
+    monkeypatch.setattr(rewards, "put_samples", list)
+    image = PromptImage(2, 1, (1, 2, 2), "digest")
+    group = [
+        replace(sample(f"34.0.{i}", "x" * i), prompt=sample("3", "").prompt, response_images=(image,)) for i in range(8)
+    ]
+    images = {item.id: [b"encoded"] for item in group}
+
+    async def first():
+        worker.begin_finished(tmp_path, 1)
+        worker.receive(group, images)
+        return await worker.score(group, {}, 34, tmp_path / "rollouts.jsonl")
+
+    async def second():
+        [restored] = await worker.load_finished(GroupFile.all_in(tmp_path))
+        assert [found.file for item in restored for found in item.images] == [b"encoded"] * 8
+        return await worker.score([item.without_files for item in restored], {}, 34, tmp_path / "rollouts.jsonl")
+
+    assert asyncio.run(first()) == asyncio.run(second())
+    assert len(called(calls)) == 8
+
+
+def test_images_of_environments_are_saved_in_checkpoints(worker, tmp_path, monkeypatch):
+    images = PromptImage(0, 1, (1, 2, 2), "a"), PromptImage(1, 1, (1, 2, 2), "b")
+    item = replace(sample("3.0.0", "x"), prompt=Prompt("p", "", [5], images=images[:1]), response_images=images[1:])
+    refs = [replace(SampleRef.of(item, item), prompt_images=(b"a", b"b"))]
+    monkeypatch.setattr(rewards, "get_samples", lambda refs: [ref.sample for ref in refs])
+    monkeypatch.setattr(rewards, "put_samples", list)
+    worker.save_groups([(4, 3, refs)], tmp_path / "rollouts" / "waiting")
+    [(_, _, [restored])] = worker.load_groups(tmp_path / "rollouts" / "waiting")
+    assert restored == item.with_files([b"a", b"b"])
+
+
 def test_damaged_finished_group_is_skipped(worker, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rewards, "put_sample", lambda sample: sample)
+    monkeypatch.setattr(rewards, "put_samples", list)
     for name in ("32.0", "32.1"):
         write_group(tmp_path, [replace(sample(f"{name}.0", "x"), prompt=sample("3", "").prompt)])
     damaged, intact = GroupFile.all_in(tmp_path)
@@ -143,7 +178,7 @@ def test_damaged_finished_group_is_skipped(worker, tmp_path, monkeypatch, capsys
 
 def test_group_is_restored_if_no_function_scores_single_samples(worker, tmp_path, monkeypatch):
     """Batch functions score it again."""
-    monkeypatch.setattr(rewards, "put_sample", lambda sample: sample)
+    monkeypatch.setattr(rewards, "put_samples", list)
     monkeypatch.setattr(worker, "_functions_for", lambda sample: [])
     write_group(tmp_path, [replace(sample("33.0.0", "x"), prompt=sample("3", "").prompt)])
     [group] = asyncio.run(worker.load_finished(GroupFile.all_in(tmp_path)))
@@ -205,7 +240,7 @@ def test_pending_samples_are_restored_from_a_checkpoint(worker, tmp_path, monkey
     monkeypatch.setattr(rewards, "get_samples", lambda refs: [ref.sample for ref in refs])
     record = worker.save_groups(refs, tmp_path / "rollouts" / "waiting")
     assert (tmp_path / record.path).stat().st_size == record.num_bytes
-    monkeypatch.setattr(rewards, "put_sample", lambda sample: sample)
+    monkeypatch.setattr(rewards, "put_samples", list)
     found = worker.load_groups(tmp_path / "rollouts" / "waiting")
     assert [(row, version) for row, version, _ in found] == [(17, 2), (4, 3)]
     assert found[1][2] == groups[1][2] and found[0][2] == groups[0][2]

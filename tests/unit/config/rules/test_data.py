@@ -71,8 +71,8 @@ SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
             "data.min_pixels=9000: exceeds data.max_pixels=8000. Fix: set data.min_pixels=null",
         ),
         (
-            [*VISION, "environment.class=calculator", "rewards.functions=[]"],
-            "data.image_column=images: environment.class=calculator supports only text. Fix: set environment.class=",
+            [*VISION, "environment.class=calculator", "rewards.functions=[]", "data.chat_template=false"],
+            "data.image_column=images: with environment.class=calculator, images need a chat template. Fix: set",
         ),
         (
             [*VISION, "reward_model.path=m", "rewards.functions=[]"],
@@ -96,15 +96,18 @@ SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
             "evaluation.sets: set has image_column=images, but source=arithmetic has no images. Fix: set source to a",
         ),
         (
-            [*VISION, "evaluation.sets=[{name: set, source: b.jsonl, environment: {class: calculator}}]"],
-            "evaluation.sets: set: environment.class=calculator supports only text, but the set has images. Fix: set",
+            [
+                *(*VISION, "data.chat_template=false"),
+                "evaluation.sets=[{name: set, source: b.jsonl, environment: {class: calculator}}]",
+            ],
+            "evaluation.sets: set: with environment.class=calculator, images need a chat template. Fix: set",
         ),
         (
             [
                 *("model.vision=true", "environment.class=calculator", "rewards.functions=[]"),
-                "evaluation.sets=[{name: set, source: b.jsonl, image_column: images}]",
+                *("data.chat_template=false", "evaluation.sets=[{name: set, source: b.jsonl, image_column: images}]"),
             ],
-            "evaluation.sets: set: environment.class=calculator supports only text, but the set has images. Fix: set",
+            "evaluation.sets: set: with environment.class=calculator, images need a chat template. Fix: set",
         ),
     ],
 )
@@ -115,10 +118,11 @@ def test_images_in_prompts_are_readable(overrides: list[str], message: str) -> N
 
 def test_sets_may_have_images_of_their_own() -> None:
     config = recipe("model.vision=true", f"evaluation.sets=[{SET}, image_column: images}}]", "data.max_pixels=9000")
-    assert config.has_image_prompts and config.data.image_column is None
+    assert config.may_have_images and config.data.image_column is None
     assert not recipe(*VISION, f"evaluation.sets=[{SET}, image_column: ''}}]").evaluation.sets[0].image_column
-    environment = ("model.vision=true", "environment.class=calculator", "rewards.functions=[]")
+    environment = ("model.vision=true", "environment.class=calculator", "rewards.functions=[]", "data.max_pixels=9000")
     assert recipe(*environment, f"evaluation.sets=[{SET}, image_column: images, environment: {{class: null}}}}]")
+    assert recipe(FILE, "data.image_column=images", *environment).trains_on_images
 
 
 @pytest.mark.parametrize(("rows", "objective"), [("messages", "sft"), ("preferences", "dpo")])

@@ -274,7 +274,7 @@ def test_malformed_tool_call_stays_text() -> None:
         ({"n": 2}, 400, "one choice"),
         ({"tool_choice": "required"}, 400, "the policy chooses"),
         ({"messages": []}, 400, "at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "an image without a URL"),
         ({"messages": [{"role": "narrator", "content": "a"}]}, 400, "messages[0]"),
         ({"messages": [{"role": "user", "content": {}}]}, 400, "[0].content: expected a string or a list, got dict"),
         ({"messages": [{"role": "assistant", "tool_calls": "a"}]}, 400, "[0].tool_calls: expected a list, got str"),

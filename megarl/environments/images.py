@@ -1,0 +1,207 @@
+"""Images in the messages of environments and agents.
+
+Environments and agents send an image as a data: URL. In the process that runs rollouts, the image's part of a message
+is {"type": "image", "image": DIGEST}, so that messages remain small and equal images are recognized.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megarl.core.errors import UserError
+from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage, expand
+from megarl.data.image_files import content_of_url, data_url
+from megarl.data.image_parts import images_in
+from megarl.data.image_rows import ImageRows
+from megarl.data.images import FORMATS, ImageError, ImageProcessor, size_of
+from megarl.environments.transcript import Context
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
+
+Message = Mapping[str, Any]
+
+MAX_IMAGES, MAX_BYTES = 256, 2**28
+"""Maximum number of different images in a rollout, and their maximum total size in bytes."""
+
+
+class ImageStore:
+    """Stores encoded images of rollouts in this process. PromptImage.file refers to a stored image."""
+
+    def put(self, file: bytes) -> Any:
+        return file
+
+    async def get(self, file: Any) -> bytes:
+        return file
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReader:
+    """Reads the images of rollouts for one model.
+
+    Attributes:
+        token: id of the model's image placeholder.
+    """
+
+    processor: ImageProcessor
+    token: int
+    store: ImageStore
+
+    @classmethod
+    def of(cls, config: Config, folder: Path, store: ImageStore) -> ImageReader | None:
+        """Return the reader for the model in this folder; None if messages cannot contain images."""
+        if not (config.model.vision and config.data.chat_template):
+            return None
+        rows = ImageRows.of_model(config, folder)
+        return cls(rows.processor, rows.token, store)
+
+
+class RolloutImages:
+    """The images of one rollout."""
+
+    def __init__(self, reader: ImageReader | None, prompt: Prompt | None = None):
+        """prompt: the data row's prompt, whose images refer to stored images."""
+        self._reader, self._num_bytes = reader, 0
+        self._images: dict[str, PromptImage] = {}
+        """Images by digest."""
+        if prompt is not None:
+            self._images |= {image.digest: image for image in prompt.images}
+
+    @property
+    def are_supported(self) -> bool:
+        """Whether messages may contain images."""
+        return self._reader is not None
+
+    def read(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with digests in place of data: URLs. Decode and store new images. Raise ImageError for an
+        image that cannot be used."""
+        return [
+            {**message, "content": list(map(self._read_part, message["content"]))}
+            if images_in(message["content"])
+            else message
+            for message in messages
+        ]
+
+    def _read_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return part if part["type"] == "text" else {"type": "image", "image": self._add(part["image_url"]["url"])}
+
+    def _add(self, url: str) -> str:
+        """Return the digest of an image."""
+        if self._reader is None:
+            raise ImageError(
+                "the model does not receive images", "set model.vision=true and data.chat_template=true, or send text"
+            )
+        if url[:5].lower() != "data:":
+            raise ImageError("its URL is not a data: URL, and images are not downloaded", "send its content")
+        file = content_of_url(url)
+        digest = hashlib.sha256(file).hexdigest()
+        if digest not in self._images:
+            self._num_bytes += len(file)
+            if len(self._images) >= MAX_IMAGES or self._num_bytes > MAX_BYTES:
+                raise ImageError(
+                    f"the rollout has more than {MAX_IMAGES} different images or {MAX_BYTES} bytes of them",
+                    "send fewer or smaller images",
+                )
+            processor = self._reader.processor
+            grid = processor.grid(*size_of(file))
+            stored = self._reader.store.put(file)
+            self._images[digest] = PromptImage(0, processor.num_tokens(grid), grid, digest, stored)
+        return digest
+
+    def messages_of(self, prompt: Prompt) -> Sequence[Message]:
+        """Return the messages of the data row, with the digests of its images."""
+        if not prompt.images:
+            return prompt.messages
+        digests = (image.digest for image in prompt.images)
+        return [
+            {**message, "content": [{**part, "image": next(digests)} if part in found else part for part in content]}
+            if (found := images_in(content := message["content"]))
+            else message
+            for message in prompt.messages
+        ]
+
+    async def with_urls(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with data: URLs in place of digests, in the format of the OpenAI API."""
+        digests = {part["image"] for message in messages for part in images_in(message["content"])}
+        if not digests:
+            return list(messages)
+        assert self._reader is not None, "config rules must reject images without model.vision"
+        files = await asyncio.gather(*(self._reader.store.get(self._images[digest].file) for digest in digests))
+        urls = dict(zip(digests, await asyncio.to_thread(lambda: list(map(_typed_url, files))), strict=True))
+
+        def part_with_url(part: Mapping[str, Any]) -> Mapping[str, Any]:
+            return {"type": "image_url", "image_url": {"url": urls[part["image"]]}} if "image" in part else part
+
+        return [
+            {**message, "content": list(map(part_with_url, message["content"]))}
+            if images_in(message["content"])
+            else message
+            for message in messages
+        ]
+
+    def place(self, token_ids: Sequence[int], messages: Sequence[Message]) -> Context:
+        """Return the token ids of rendered messages with one placeholder per feature, and the images of the messages.
+        Raise a UserError unless the ids have one placeholder per image."""
+        digests = [part["image"] for message in messages for part in images_in(message["content"])]
+        if not digests:
+            return Context(token_ids)
+        assert self._reader is not None, "an image was read without a reader"
+        token = self._reader.token
+        if (count := list(token_ids).count(token)) != len(digests):
+            raise UserError(
+                f"environment: the chat template renders {count} placeholders for {len(digests)} images. Fix: send "
+                "images in user messages, or use a chat template that supports images in all roles"
+            )
+        return Context(*expand(token_ids, token, [self._images[digest] for digest in digests]))
+
+    def require_no_placeholders(self, token_ids: Sequence[int]) -> None:
+        """Raise ImageError if token ids from an environment contain placeholders, for which there are no images."""
+        if self._reader is not None and self._reader.token in token_ids:
+            raise ImageError("token_ids contain the placeholder of images", "return messages with image parts instead")
+
+
+class Tokens(Protocol):
+    """Conversation renderer: `ChatTokens` or `PlainTokens`."""
+
+    def begin(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def shown(self, messages: Sequence[Message]) -> list[Message]: ...
+
+    def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTokens:
+    """Renders conversations whose messages refer to the images of a rollout."""
+
+    tokens: Tokens
+    images: RolloutImages
+
+    def begin(self, messages: Sequence[Message]) -> Context:
+        """Return the conversation as `Tokens.begin` renders it. Raise a UserError if the chat template drops images."""
+        return self.images.place(self.tokens.begin(messages), messages)
+
+    def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> Context | None:
+        """Return the messages as `Tokens.extend` renders them, or None. Raise a UserError if the chat template drops
+        images."""
+        # Only the new messages are searched for placeholders, because a turn may contain them as ordinary tokens.
+        token_ids = self.tokens.extend(turn_ids, messages)
+        return None if token_ids is None else self.images.place(token_ids, messages)
+
+    @property
+    def shown(self) -> Callable[[Sequence[Message]], list[Message]]:
+        return self.tokens.shown
+
+
+def _typed_url(file: bytes) -> str:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(file), formats=FORMATS) as image:
+        return data_url(file, image.get_format_mimetype() or "image/png")

@@ -1,0 +1,77 @@
+"""Images in the messages that environments return, as data: URLs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.data.image_files import data_url
+from megarl.data.image_parts import images_in
+from megarl.data.images import MAX_IMAGE_PIXELS
+
+MAX_IMAGES, MAX_CHARACTERS = 64, 2**27
+"""Maximum number of images in a response of an environment, and maximum total length of their data: URLs."""
+
+FORMS = "a Pillow image, the bytes of an encoded image, or a data: URL"
+
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+
+
+def is_pillow_image(value: Any) -> bool:
+    from PIL import Image
+
+    return isinstance(value, Image.Image)
+
+
+def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with each image in the form {"type": "image_url", "image_url": {"url": "data:…"}}. Raise
+    TypeError for a malformed part in a message with images, and ValueError for too many or too large images."""
+    number, left = 0, MAX_CHARACTERS
+    converted: list[dict[str, Any]] = []
+    for message in messages:
+        if images := images_in(message["content"]):
+            number += len(images)
+            if number > MAX_IMAGES:
+                raise ValueError(f"the messages have more than {MAX_IMAGES} images. Fix: return fewer images")
+            parts = list(map(_plain, message["content"]))
+            left -= sum(len(part["image_url"]["url"]) for part in parts if part["type"] == "image_url")
+            if left < 0:
+                raise ValueError(f"the images exceed {MAX_CHARACTERS * 3 // 4} bytes. Fix: return smaller images")
+            message = {**message, "content": parts}
+        converted.append(dict(message))
+    return converted
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind not in ("image", "image_url"):
+        raise TypeError(
+            f"{str(part)[:80]!r} is not a part of a message. Fix: use a part of type text, image or image_url"
+        )
+    value = part.get(kind)
+    if kind == "image_url" and isinstance(value, Mapping):
+        value = value.get("url")
+    return {"type": "image_url", "image_url": {"url": _url(value)}}
+
+
+def _url(value: Any) -> str:
+    if isinstance(value, str) and value[:5].lower() == "data:":
+        return value
+    if isinstance(value, bytes):
+        return data_url(value)
+    if is_pillow_image(value):
+        return data_url(_png(value), "image/png")
+    description = repr(value[:80]) if isinstance(value, str) else type(value).__name__
+    raise TypeError(f"{description} is not an image. Fix: return {FORMS}. Paths and other URLs are not read")
+
+
+def _png(image: Any) -> bytes:
+    if image.width * image.height > MAX_IMAGE_PIXELS:
+        raise ValueError(f"an image has more than {MAX_IMAGE_PIXELS} pixels. Fix: return a smaller image")
+    stream = io.BytesIO()
+    converted = image if image.mode in _PNG_MODES else image.convert("RGB")
+    converted.save(stream, "PNG", compress_level=1)
+    return stream.getvalue()
