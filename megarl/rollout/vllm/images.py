@@ -178,7 +178,7 @@ class ReadyImages(BaseMultiModalProcessor[ImageInfo]):
 def keep_patches() -> None:
     """Keep the patches of requests that start with a cached prefix. vLLM does not send the patches of images in the
     prefix to its workers, but a request needs them if it is preempted or if a refit clears the cache."""
-    output.strip_covered_mm_data = lambda features, *_args, **_kwargs: features
+    setattr(output, "strip_covered_mm_data", lambda features, *_args, **_kwargs: features)  # noqa: B010
 
 
 def accept_patches(model: Any) -> None:
