@@ -77,21 +77,35 @@ def kill_a_rank(run: Run, step: int, generator: random.Random) -> None:
     run.wait_until(lambda: len(REPLACED.findall(run.output)) > num_replaced)
 
 
-def test_killed_ranks_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    """Ranks are killed after steps 2, 6 and 8, but their state is copied only after steps 1, 5 and 10."""
+def run_with_kills(recipe: Path, folder: Path, steps: tuple[int, ...], *keys: str) -> tuple[Path, str]:
+    """Kill a rank after each of these steps. Return the run's folder and its output."""
     generator = random.Random(7)
-    with Run(recipe, tmp_path, *KEYS, f"run.steps={STEPS}", "cluster.copy_every_steps=5") as run:
+    with Run(recipe, folder, *KEYS, f"run.steps={STEPS}", *keys) as run:
         run.wait_until(lambda: "refit: first refit" in run.output)
         before = engines(run)
-        for step in (2, 6, 8):
+        for step in steps:
             kill_a_rank(run, step, generator)
         assert engines(run) == before
-        folder = finish(run)
-        assert "recovery: trained step 2 again in " in run.output
-        assert "recovery: trained step 6 again in " in run.output
+        return finish(run), run.output
+
+
+def test_killed_ranks_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """Ranks are killed after steps 2, 6 and 8, but their state is copied only after steps 1, 5 and 10."""
+    folder, output = run_with_kills(recipe, tmp_path, (2, 6, 8), "cluster.copy_every_steps=5")
+    assert "recovery: trained step 2 again in " in output
+    assert "recovery: trained step 6 again in " in output
     assert_equal(folder, uninterrupted)
     counts = [row["recovery/replacements"] for row in metrics(folder, ()) if "recovery/replacements" in row]
     assert sum(counts) == 3
+
+
+@pytest.mark.exhaustive
+def test_ranks_lost_while_engines_sleep_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """Engines release their memory while ranks train."""
+    keys = ("rollout.sleep=true", "cluster.copy_every_steps=5")
+    folder, output = run_with_kills(recipe, tmp_path, (2, 5, 8), *keys)
+    assert "recovery: trained step 2 again in " in output
+    assert_equal(folder, uninterrupted)
 
 
 def spares(run: Run, *generations: int) -> list[int]:
@@ -138,22 +152,6 @@ def replace_ranks(run: Run, hold: Path) -> None:
     run.named("trainer-1").kill()
     hold.unlink()
     run.wait_until(lambda: len(REPLACED.findall(run.output)) > num_replaced)
-
-
-@pytest.mark.exhaustive
-def test_ranks_lost_while_engines_sleep_are_replaced(recipe: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    """Engines release their memory while ranks train. Step 2 is trained again, because its state was not copied."""
-    keys = (*KEYS, f"run.steps={STEPS}", "rollout.sleep=true", "cluster.copy_every_steps=5")
-    generator = random.Random(3)
-    with Run(recipe, tmp_path, *keys) as run:
-        run.wait_until(lambda: "refit: first refit" in run.output)
-        before = engines(run)
-        for step in (2, 5, 8):
-            kill_a_rank(run, step, generator)
-        assert engines(run) == before
-        folder = finish(run)
-        assert "recovery: trained step 2 again in " in run.output
-    assert_equal(folder, uninterrupted)
 
 
 @pytest.mark.exhaustive
