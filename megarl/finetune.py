@@ -47,7 +47,8 @@ def run(config: Config, scratch: Path) -> None:
     with RunContext.prepare(config, checked.models, checked.data, config_paths) as context, early_end(context.folder):
         elapsed = ElapsedTime()
         folders, sizes = context.folder, checked.models.teacher_hidden_sizes(config)
-        with Session(config, folders.logs, scratch, folders.nodes, hidden_sizes=sizes) as session:
+        encoded = checked.image_bytes(config)
+        with Session(config, folders.logs, scratch, folders.nodes, hidden_sizes=sizes, encoded=encoded) as session:
             elapsed.print("Ray: started")
             context.times.end_start("ray")
             learn(session, config, checked.models, context)

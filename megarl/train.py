@@ -48,8 +48,8 @@ def run(config: Config, scratch: Path) -> None:
     ):
         elapsed = ElapsedTime()
         folders, models = context.folder, checked.models
-        sizes = models.experts, models.teacher_hidden_sizes(config), checked.image_bytes(config)
-        with Session(config, folders.logs, scratch, folders.nodes, *sizes) as session:
+        sizes, encoded = (models.experts, models.teacher_hidden_sizes(config)), checked.image_bytes(config)
+        with Session(config, folders.logs, scratch, folders.nodes, *sizes, encoded=encoded) as session:
             elapsed.print("Ray: started")
             context.times.end_start("ray")
             workers = launch_workers(

@@ -11,6 +11,7 @@ from megarl.models.huggingface import Experts
 from megarl.resharding.piece import ITEM_BYTES
 
 if TYPE_CHECKING:
+    from megarl.data.offline import OfflineData
     from megarl.data.prompts import PromptSet
 
 FLOOR_MIB = 256
@@ -30,7 +31,8 @@ RGB_BYTES, PIXEL_BYTES = 3, 4
 """Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
 
 ENCODED_BYTES = 2**20
-"""Assumed size in bytes of the encoded images of a prompt or, with an environment, of a rollout, with model.vision."""
+"""Assumed size in bytes of the images that an environment's rollout adds and, if the data has not been read, of a
+prompt's encoded images, with model.vision."""
 
 EMBEDDING_BYTES = 2 * 4 * max(512 * 2560, 333 * 4096)
 """Size of the embeddings of a caption of maximum length and of the empty caption, with the text encoders of Z-Image or
@@ -50,7 +52,7 @@ def object_store_mib(
     Args:
         experts: the actor's experts, if any; samples may carry the routes to them.
         hidden_sizes: hidden size of each teacher.
-        encoded: result of `image_bytes` for the run's data; None: the result without data.
+        encoded: result of `image_bytes`; None: estimate it without the data.
     """
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
@@ -62,23 +64,35 @@ def object_store_mib(
     return FLOOR_MIB + math.ceil(num_bytes / 2**20)
 
 
-def image_bytes(config: Config, data: PromptSet | None = None, evaluation: Iterable[PromptSet] = ()) -> int:
-    """Return an upper bound on the size in bytes of the encoded images of all prompts whose samples exist at the same
-    time. Without `data`, it assumes ENCODED_BYTES per prompt, and sets whose size is not configured count as empty.
+def image_bytes(
+    config: Config, data: PromptSet | OfflineData | None = None, evaluation: Iterable[PromptSet] = ()
+) -> int:
+    """Return an upper bound on the size in bytes of the encoded images of all rows whose samples exist at the same
+    time. It assumes ENCODED_BYTES for the images that an environment adds to a rollout. Without `data`, it assumes the
+    same for a row, and sets whose size is not configured count as empty.
 
     Args:
-        data, evaluation: the prompts of the run and of each evaluation set.
+        data, evaluation: the data of the run and of each evaluation set.
     """
     if not config.model.vision:
         return 0
-    if config.has_environment:
-        return num_samples(config) * ENCODED_BYTES  # of rollouts
-    batch, num_steps = config.batch, 1 + num_retained_steps(config)
-    num_prompts = num_steps * batch.sampling_rounds * batch.prompts_per_step + config.prompts_ahead
-    if data is not None:
-        return data.image_bytes(num_prompts) + max((prompts.image_bytes() for prompts in evaluation), default=0)
-    evaluated = max((settings.size or 0 for settings in config.evaluation.sets), default=0)
-    return (num_prompts + evaluated) * ENCODED_BYTES
+    num_rows = (1 + num_retained_steps(config)) * config.batch.prompts_per_step
+    if not config.is_offline:
+        num_rows = num_rows * config.batch.sampling_rounds + config.prompts_ahead
+    added = num_samples(config) * ENCODED_BYTES if config.has_environment else 0
+    if data is None:
+        # While one set is being scored, the next one is sampled.
+        return added + (num_rows + sum(settings.size or 0 for settings in config.evaluation.sets)) * ENCODED_BYTES
+    # Weighted sampling may draw a row in every take. Otherwise, rows repeat once per epoch, and the drawn rows can
+    # begin with the last row of an epoch.
+    max_repeats = num_rows if config.data.draws_by_weight else (num_rows - 2) // len(data) + 2
+    return added + data.row_images.num_bytes(num_rows, max_repeats) + evaluation_image_bytes(evaluation)
+
+
+def evaluation_image_bytes(evaluation: Iterable[PromptSet]) -> int:
+    """Return the size in bytes of the encoded images of all evaluation sets. They can exist at the same time, because a
+    set is sampled while earlier ones are scored."""
+    return sum(prompts.row_images.num_bytes() for prompts in evaluation)
 
 
 def states_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:

@@ -126,7 +126,7 @@ class Sample(HoldsArrays):
             turns=() if self.episode is None else self.episode.turns,
             beginning=_prefix_checksum(self),
             drafts=self.drafts,
-            image_grids=tuple(image.grid for image in self.images),
+            patch_grids=tuple(image.grid for image in self.images),
         )
 
     def __reduce__(self) -> tuple:
@@ -206,7 +206,7 @@ class SampleRef:
         beginning: checksum of the prompt's tokens and images if an environment may vary them between samples of one
             prompt, and of their routes if the engine reports routes. Samples with equal values can share their prompt.
         drafts: as in Sample.
-        image_grids: grid of each image, as in PromptImage.
+        patch_grids: grid of each image, as in PromptImage.
         sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself. Of an
             image, it has only the part for training.
         pictured: reference to the image's part for rewards; None for a text.
@@ -251,7 +251,7 @@ class SampleRef:
     turns: tuple[tuple[int, int], ...] = ()
     beginning: int = 0
     drafts: DraftCounts = NO_DRAFTS
-    image_grids: tuple[tuple[int, int, int], ...] = ()
+    patch_grids: tuple[tuple[int, int, int], ...] = ()
     sample: Any = None
     pictured: Any = None
     prompt_images: tuple[Any, ...] = ()

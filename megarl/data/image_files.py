@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -18,6 +18,7 @@ from urllib.parse import unquote, unquote_to_bytes
 from megarl.core.errors import UserError
 from megarl.core.files import UnusableFile, open_regular
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.data.images import ImageError, size_of
 
 MAX_FILE_BYTES = 2**28
@@ -132,6 +133,40 @@ class ImageFiles:
             ) from None
         self._num_bytes += len(file)
         return offset, len(file)
+
+
+@dataclass(frozen=True, slots=True)
+class RowImages:
+    """The images of a data set by row.
+
+    Attributes:
+        files: the encoded images; None without images.
+        rows: the images of each row.
+    """
+
+    files: ImageFiles | None
+    rows: Sequence[Sequence[PromptImage]]
+
+    def num_bytes(self, num_draws: int | None = None, max_repeats: int = 1) -> int:
+        """Return the maximum total size in bytes of the encoded images of drawn rows.
+
+        Args:
+            num_draws: number of drawn rows; None: all rows once.
+            max_repeats: number of times that a row may be drawn.
+        """
+        files = self.files
+        if files is None:
+            return 0
+        return self._at_most(lambda image: files.size(image.digest), num_draws, max_repeats)
+
+    def num_tokens(self, num_draws: int, max_repeats: int = 1) -> int:
+        """Return the maximum total number of tokens of the images of drawn rows; see `num_bytes`."""
+        return self._at_most(lambda image: image.num_tokens, num_draws, max_repeats)
+
+    def _at_most(self, size: Callable[[PromptImage], int], num_draws: int | None, max_repeats: int) -> int:
+        sizes = sorted((sum(map(size, images)) for images in self.rows), reverse=True)
+        repeated, rest = divmod(len(sizes) if num_draws is None else num_draws, max_repeats)
+        return max_repeats * sum(sizes[:repeated]) + rest * sum(sizes[repeated : repeated + 1])
 
 
 def _source(value: Any, folder: Path) -> Path | bytes:

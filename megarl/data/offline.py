@@ -24,7 +24,7 @@ from megarl.core.sample import Sample
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_labels, arithmetic_messages, arithmetic_preferences
 from megarl.data.chat import MARK, conversation, prompt_ids, render_text, response_span, with_response
 from megarl.data.files import label_rows, message_rows, preference_rows
-from megarl.data.image_files import ImageFiles
+from megarl.data.image_files import ImageFiles, RowImages
 from megarl.data.image_rows import ImageRows
 from megarl.data.prompts import require_chat_template, require_size, too_long
 from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, as_messages
@@ -66,6 +66,12 @@ class OfflineData:
 
     def __getitem__(self, index: int) -> tuple[Sample, ...]:
         return self.rows[index]
+
+    @property
+    def row_images(self) -> RowImages:
+        """The images of each row."""
+        # The samples of a row share its images.
+        return RowImages(self.images, [row[0].prompt.images for row in self.rows])
 
 
 def load_offline_data(config: Config, model_folder: Path) -> OfflineData:

@@ -41,20 +41,20 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The token counts of one sample or denoising step, the grids of its images, and the key of its prompt. Samples
-    with equal keys share their prompt tokens."""
+    """Token counts of a sample or denoising step, the patch grids of its images and its prompt key. Samples with equal
+    keys share their prompt tokens and images."""
 
     prompt: Hashable
     prompt_tokens: int
     response_tokens: int
-    image_grids: tuple[tuple[int, int, int], ...] = ()
+    patch_grids: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of(cls, sample: SampleRef) -> Lengths:
         if sample.step is not None:
             return cls((sample.id, sample.step), 0, sample.tokens_per_step)
         counts = sample.num_prompt_tokens, sample.num_response_tokens
-        return cls((sample.prompt_id, sample.beginning), *counts, sample.image_grids)
+        return cls((sample.prompt_id, sample.beginning), *counts, sample.patch_grids)
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +63,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Samples of one prompt that are packed as one unit, so that the prompt's tokens appear once in the pack."""
+    """Samples of one prompt that are packed as one unit, so that they can share the prompt's tokens and images."""
 
     samples: tuple[int, ...]
     num_tokens: int
@@ -106,8 +106,8 @@ def bundle(
     lengths: Sequence[Lengths], packing: Packing, max_samples: int | None = None, units: Units | None = None
 ) -> list[Bundle]:
     """Return bundles within the token budget, of at most `max_samples` samples each, unless a single unit has more.
-    Without prompt sharing, each unit is a bundle. Raise a UserError if a single unit exceeds the token budget. Units
-    are never split across microbatches."""
+    Without prompt sharing, each unit of a prompt without images is a bundle, and the others share only their images.
+    Raise a UserError if a single unit exceeds the token budget. Units are never split across microbatches."""
     bundles: list[_Counts] = []
     unfinished: dict[Hashable, _Counts] = {}
     limit = len(lengths) if max_samples is None else max_samples
@@ -115,9 +115,10 @@ def bundle(
         counts = _Counts.of(unit, lengths, packing)
         _check_fits(counts, packing)
         prompt = lengths[unit[0]]
-        open_bundle = unfinished.get(prompt.prompt) if packing.shares_prompts else None
-        if open_bundle is not None and open_bundle.has_room(counts, prompt.prompt_tokens, limit, packing.token_budget):
-            open_bundle.add(counts, prompt.prompt_tokens)
+        open_bundle = unfinished.get(prompt.prompt) if packing.shares_prompts or prompt.patch_grids else None
+        shared_tokens = prompt.prompt_tokens if packing.shares_prompts else 0
+        if open_bundle is not None and open_bundle.has_room(counts, shared_tokens, limit, packing.token_budget):
+            open_bundle.add(counts, shared_tokens)
         else:
             bundles.append(counts)
             unfinished[prompt.prompt] = counts
@@ -153,18 +154,18 @@ class _Counts:
             num_attended += packing.cost.pairs(total)
         first = lengths[unit[0]]
         prompt_tokens = first.prompt_tokens if packing.shares_prompts else 0
-        images = packing.cost.of_images(first.image_grids)
+        images = packing.cost.of_images(first.patch_grids)
         return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended, images)
 
-    def has_room(self, other: _Counts, prompt_tokens: int, max_samples: int, token_budget: int) -> bool:
+    def has_room(self, other: _Counts, shared_tokens: int, max_samples: int, token_budget: int) -> bool:
         """Return whether `other`, a set of samples of the same prompt, can be added within the limits."""
-        num_tokens = self.num_tokens + other.num_tokens - prompt_tokens
+        num_tokens = self.num_tokens + other.num_tokens - shared_tokens
         return len(self.samples) + len(other.samples) <= max_samples and num_tokens <= token_budget
 
-    def add(self, other: _Counts, prompt_tokens: int) -> None:
-        """Add other samples of the same prompt, counting the prompt's tokens once."""
+    def add(self, other: _Counts, shared_tokens: int) -> None:
+        """Add other samples of the same prompt, counting shared tokens and its images once."""
         self.samples += other.samples
-        self.num_tokens += other.num_tokens - prompt_tokens
+        self.num_tokens += other.num_tokens - shared_tokens
         self.num_scored += other.num_scored
         self.num_attended += other.num_attended
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -21,12 +20,11 @@ from megarl.config.schema import Config
 from megarl.core.arrays import HoldsArrays
 from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
-from megarl.core.prompt_images import PromptImage
 from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import add_system_prompt, prompt_ids, with_response
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, content_of, file_rows
-from megarl.data.image_files import ImageFiles
+from megarl.data.image_files import ImageFiles, RowImages
 from megarl.data.image_rows import ImageRows
 from megarl.data.row import Content, Row, as_messages
 from megarl.data.sources import place_of, row_name, rows_of_files
@@ -88,22 +86,10 @@ class PromptSet:
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
 
-    def image_bytes(self, num_prompts: int | None = None) -> int:
-        """Return the maximum size in bytes of the encoded images of this number of prompts, which repeat only after all
-        prompts have been drawn. None: of each prompt once."""
-        files = self.images
-        if files is None:
-            return 0
-        return self._at_most(lambda image: files.size(image.digest), num_prompts)
-
-    def image_tokens(self, num_prompts: int) -> int:
-        """Return the maximum number of tokens of the images of this number of prompts; see `image_bytes`."""
-        return self._at_most(lambda image: image.num_tokens, num_prompts)
-
-    def _at_most(self, size: Callable[[PromptImage], int], num_prompts: int | None) -> int:
-        sizes = [sum(map(size, prompt.images)) for prompt in self.prompts]
-        rounds, rest = divmod(len(sizes) if num_prompts is None else num_prompts, len(sizes))
-        return rounds * sum(sizes) + sum(heapq.nlargest(rest, sizes))
+    @property
+    def row_images(self) -> RowImages:
+        """The images of each prompt."""
+        return RowImages(self.images, [prompt.images for prompt in self.prompts])
 
 
 def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str | None] = NO_COLUMNS) -> PromptSet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from megarl.models.denoiser import TIME_CHANNELS, DenoiserShape, StableDiffusion3Shape, ZImageShape
@@ -141,20 +142,22 @@ def output_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: floa
 
 
 def vision_flops(vision: VisionShape, num_features: float, image_features: float) -> float:
-    """Return the number of operations for one forward pass through a vision tower, for images of equal size.
+    """Return the number of operations for one forward pass through a vision tower, for square images of equal
+    size.
 
     Args:
         num_features: number of features that it computes.
         image_features: number of features in an image.
     """
-    patches, image_patches = num_features * vision.merge**2, image_features * vision.merge**2
-    in_window = image_patches if vision.window is None else min(image_patches, vision.window**2)
-    return _tower_flops(vision, patches, patches * image_patches, patches * in_window)
+    if not num_features:
+        return 0.0
+    side = vision.merge * math.sqrt(image_features)
+    return num_features / image_features * image_flops(vision, (1, side, side))
 
 
-def image_flops(vision: VisionShape, grid: Sequence[int], trains_tower: bool = False) -> float:
+def image_flops(vision: VisionShape, grid: Sequence[float], trains_tower: bool = False) -> float:
     """Return the number of operations of a vision tower for one image: a forward pass and, for a trained tower, the
-    backward pass. It has no gradient of the pixels. Recomputation is not counted.
+    backward pass. The backward pass computes no gradient for the pixels. Recomputation is not counted.
 
     Args:
         grid: numbers of patches in time, height and width.
@@ -166,8 +169,8 @@ def image_flops(vision: VisionShape, grid: Sequence[int], trains_tower: bool = F
     return 3 * forward - 2 * vision.hidden * vision.patch_dim * patches if trains_tower else forward
 
 
-def _squared_parts(side: int, window: int | None) -> int:
-    """Return the sum of the squared sizes of the windows along a side of an image. Only the last can be smaller."""
+def _squared_parts(side: float, window: int | None) -> float:
+    """Return the sum of the squared window lengths along one side. Only the last window can be shorter."""
     if window is None:
         return side**2
     return side // window * window**2 + (side % window) ** 2

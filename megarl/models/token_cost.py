@@ -21,7 +21,7 @@ class TokenCost:
         scored: cost of one token whose log-prob is computed.
         windows: the layers with a sliding window.
         vision: the vision tower; None without one.
-        trains_tower: whether the tower is trained.
+        trains_tower: whether any parameter of the tower is trained. A partly frozen tower counts as fully trained.
         tower_operation: cost of one operation of the tower.
     """
 
@@ -47,11 +47,12 @@ class TokenCost:
 
     @classmethod
     def of_model(cls, hf_config: Mapping[str, Any], trains_tower: bool = False, num_ranks: int = 1) -> TokenCost:
-        """Return the costs of a model.
+        """Return the costs of a model whose text model is fully trained. With adapters, a token costs less, so that the
+        relative cost of images is too low by up to a third.
 
         Args:
-            num_ranks: number of ranks of a replica. They divide the work on tokens, but each rank of the first stage
-                encodes all images.
+            num_ranks: number of ranks per replica. Token work is divided among them; every first-stage rank encodes
+                all images.
         """
         shape = shape_of(hf_config)
         token = training_flops(shape, num_tokens=1, num_scored=0, num_attended=0)

@@ -33,7 +33,7 @@ from megarl.cluster.memory.shared_gpu import (
     teacher_head_parts,
     teacher_parts,
 )
-from megarl.cluster.memory.vision import patches_on_node, tower_bytes, tower_pass_bytes
+from megarl.cluster.memory.vision import patches_on_node, prompts_of_replica, tower_bytes, tower_pass_bytes
 from megarl.cluster.object_store import object_store_mib, state_bytes, states_bytes
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Teachers, Trained
@@ -325,7 +325,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         parts["reference: weights"] = ranks * max(actor)
     vision = models.actor.shape.vision
     if vision is not None and isinstance(workload, TextWorkload):
-        features = -(-workload.prompts // config.actor.layout.dp) * workload.image_features
+        features = prompts_of_replica(config) * workload.image_features
         parts["actor: patches of images"] = patches_on_node(vision, config.actor.layout, features, ranks)
     if not workload.is_offline:
         if config.rollout.sleep and _engines_keep_weights(config):

@@ -17,8 +17,8 @@ USUAL_PROMPT = 512
 """Default mean number of tokens per prompt. A lower value is used if the context is shorter."""
 
 USUAL_IMAGE = 768 * 768
-"""Assumed image area in pixels, limited by data.min_pixels and data.max_pixels. Each prompt has one image. A plan does
-not read the data. The checks before a run print the mean number of tokens per image."""
+"""Assumed image area in pixels, limited by data.min_pixels and data.max_pixels. Each prompt is assumed to have one
+image. Plans do not read the data; `megarl check` prints the actual mean number of tokens per image."""
 
 USUAL_CAPTION = 64
 """Default mean number of tokens per caption, with the text encoder's chat template."""
@@ -200,7 +200,7 @@ class TextWorkload(Workload):
         )
 
     def describe(self) -> str:
-        image = f" ({self.image_features:,.0f} for one image of assumed size)" if self.image_features else ""
+        image = f" (including {self.image_features:,.0f} for one assumed image)" if self.image_features else ""
         text = (
             f"{self.trained:,} samples with {self.prompt_tokens:,.0f} + {self.response_tokens:,.0f} tokens on "
             f"average{image}, {self.trained_tokens / 1e6:,.2f} million in total, {self._in_updates}"

@@ -26,7 +26,7 @@ from megarl.cluster.machine import (
     place_here,
 )
 from megarl.cluster.megatron_settings import check_megatron_settings
-from megarl.cluster.memory.vision import patches_on_node
+from megarl.cluster.memory.vision import patches_on_node, prompts_of_replica
 from megarl.cluster.network import own_address
 from megarl.cluster.object_store import image_bytes
 from megarl.config.device_spans import devices_per_node
@@ -81,8 +81,8 @@ class Preflight:
     evaluation: Mapping[str, PromptSet] = field(default_factory=dict)
 
     def image_bytes(self, config: Config) -> int:
-        """Return the size in bytes of the encoded images that the object store holds at the same time."""
-        return image_bytes(config, self.data if isinstance(self.data, PromptSet) else None, self.evaluation.values())
+        """Return the maximum size in bytes of encoded images in the object store."""
+        return image_bytes(config, self.data, self.evaluation.values())
 
 
 def preflight(config: Config) -> Preflight:
@@ -352,11 +352,8 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if not device.on_cuda():
         needed = sum(host_parts(config, checked.models).values())
         rows["memory"] = f"at least {needed / 1e9:.2f} GB for weights, gradients and optimizers"
-    if isinstance(checked.data, PromptSet) and checked.data.images is not None:
-        rows["images"] = (
-            f"up to {_patch_bytes(config, checked.models.hf_config, checked.data) / 1e9:.2f} GB of host memory per "
-            f"node for patches, and {checked.image_bytes(config) / 1e9:.2f} GB of Ray's object store for image files"
-        )
+    if any(data.images is not None for data in (checked.data, *checked.evaluation.values())):
+        rows["images"] = _images_row(config, checked)
     if config.checkpoint.may_be_saved:
         size = saved_bytes(config, checked.models.trained(config))
         rows["disk"] = (
@@ -376,26 +373,36 @@ def print_checks(config: Config, _scratch: Path) -> None:
 def _first_row(config: Config, data: PromptSet | OfflineData) -> str:
     size = f"{len(data):,} {config.data.format}"
     if data.images is not None:
-        tokens = _image_tokens(data) if isinstance(data, PromptSet) else ""
-        size += f" with {len(data.images):,} distinct images{tokens}"
+        size += f" with {_distinct_images(data)}"
     first = data[0]
     if not isinstance(first, Prompt) or not first.messages:
         return size
     return f"{size}; first: {_abbreviate(first.messages[-1]['content'])}, answer {_abbreviate(first.answer)}"
 
 
-def _image_tokens(data: PromptSet) -> str:
-    """Return the mean and maximum number of tokens of the images in prompts."""
-    counts = [image.num_tokens for prompt in data.prompts for image in prompt.images]
-    return f" (on average {sum(counts) / len(counts):,.0f} and at most {max(counts):,} tokens)" if counts else ""
+def _distinct_images(data: PromptSet | OfflineData) -> str:
+    """Return the number of distinct images in the data, and the mean and maximum number of their tokens."""
+    by_digest = {image.digest: image.num_tokens for images in data.row_images.rows for image in images}
+    counts = by_digest.values()
+    tokens = f" (on average {sum(counts) / len(counts):,.0f} and at most {max(counts):,} tokens)" if counts else ""
+    return f"{len(counts):,} distinct images{tokens}"
 
 
-def _patch_bytes(config: Config, hf_config: Mapping[str, Any], data: PromptSet) -> float:
+def _images_row(config: Config, checked: Preflight) -> str:
+    files = f"up to {checked.image_bytes(config) / 1e9:.2f} GB of Ray's object store for image files"
+    if checked.data.images is None:
+        return files
+    return f"up to {_patch_bytes(config, checked) / 1e9:.2f} GB of host memory per node for patches, and {files}"
+
+
+def _patch_bytes(config: Config, checked: Preflight) -> float:
     """Return the maximum size in bytes of the patches that a step's images take in a node's host memory."""
-    vision, layout = vision_of(policy_hf_config(config, hf_config)), config.actor.layout
-    assert vision is not None, "prompts with images require a vision tower"
-    features = data.image_tokens(-(-config.batch.prompts_per_step // layout.dp))
-    return patches_on_node(vision, layout, features, devices_per_node(config))
+    vision = vision_of(checked.models.trained(config)["actor"])
+    assert vision is not None, "rows with images require a vision tower"
+    # A rank stores an image once for each update that needs it.
+    num_updates = config.batch.prompts_per_step // config.batch.prompts_per_update
+    features = checked.data.row_images.num_tokens(prompts_of_replica(config), num_updates)
+    return patches_on_node(vision, config.actor.layout, features, devices_per_node(config))
 
 
 def _abbreviate(value: Any) -> str:

@@ -298,7 +298,8 @@ def prepare_on_meta(store, rank: int, config: Config, folder: Path, groups: list
 
 
 def test_inputs_are_prepared_without_reading_the_device(case_of):
-    """Microbatches without images have an image of four patches, which gives the tower a zero gradient."""
+    """Microbatches without images contain a dummy image of four patches, so that the tower receives a zero
+    gradient."""
     folder, groups, _ = case_of("qwen3_vl")
     config = config_with_vision(folder, f"actor.layout={{{SP}}}")
     first, second = run_ranks(2, prepare_on_meta, config, folder, groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.cluster.memory.rank import FLOAT32, Recompute
 from megarl.config.model_schema import Layout
+from megarl.config.schema import Config
 from megarl.models.vision import VisionShape
 
 
@@ -29,8 +30,8 @@ def tower_pass_bytes(vision: VisionShape, features: float, num_bytes: int) -> in
 
 
 def patches_on_node(vision: VisionShape, layout: Layout, features: float, num_ranks: int) -> float:
-    """Return the bytes of patches in the host memory of the node with the most ranks of the actor's first stage. Each
-    of these ranks keeps the patches of its replica's images until all of an epoch's passes and updates have read them.
+    """Return the size in bytes of the patches on the node with the most first-stage actor ranks. Each rank keeps its
+    replica's patches until the epoch ends.
 
     Args:
         features: number of features of a replica's images in a step.
@@ -38,6 +39,14 @@ def patches_on_node(vision: VisionShape, layout: Layout, features: float, num_ra
     """
     patches = features * vision.merge**2 * vision.patch_dim * FLOAT32
     return min(num_ranks, layout.tp * layout.cp * layout.dp) * patches
+
+
+def prompts_of_replica(config: Config) -> int:
+    """Return the maximum number of prompts of a step whose images a data-parallel rank of the actor keeps, if all
+    samples cost the same. A prompt's samples can be on several ranks, except for the two of a preference pair."""
+    batch = config.batch
+    num_units = 1 if config.algorithm.objective.spec.is_pairwise else config.trained_per_prompt
+    return min(batch.prompts_per_step, -(-batch.prompts_per_step * num_units // config.actor.layout.dp))
 
 
 def towers_in_flight(layout: Layout, num_microbatches: int) -> int:

@@ -157,15 +157,15 @@ class VisionTower:
 
 
 class PatchProjection(torch.nn.Conv3d):
-    """The tower's convolution over patches. Its kernel covers a whole patch, so it is a matrix product. On CPU, torch's
-    convolution takes more than twice as long."""
+    """The tower's patch convolution. Its kernel covers a whole patch, so it equals a matrix product, which is much
+    faster than Conv3d."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map patches, [P, channels, time, height, width], to hidden states, [P, hidden]."""
         return F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
 
 
-SEGMENTS = "flash_segments"
+SEGMENTS = "megarl_flash_segments"
 """Name of `attend_in_segments` in transformers. Because of the word flash, towers call it once per layer with all
 tokens, instead of once per segment."""
 
@@ -201,8 +201,8 @@ def attend_in_segments(
 
 
 def derived_arguments(tower: Any, grids: torch.Tensor, target: torch.device) -> dict[str, torch.Tensor]:
-    """Return the arguments that transformers' tower otherwise derives from the grids on the device. Their computation
-    and each layer's attention, which reads the boundaries of images or windows on the host, would wait for the device.
+    """Precompute the arguments that transformers' tower would derive from the grids on the device. Deriving them there
+    would synchronize with the device, as would each layer's attention, which reads the segment boundaries on the host.
 
     Args:
         grids: int64 [I, 3], as in ImageBatch.
@@ -234,6 +234,7 @@ def _ordered_by_size(
         index: int64 [F], the features in the order of their windows.
         boundaries: int32 [windows + 1], the boundaries of the windows, in patches.
     """
+    assert (grids[:, 0] == 1).all(), "windows of different frames must not be mixed"
     sizes, ends = boundaries.diff(), grids.prod(1).cumsum(0)
     images = torch.bucketize(boundaries[:-1], ends, right=True)
     order = (images * (1 + sizes.max()) - sizes).argsort(stable=True)

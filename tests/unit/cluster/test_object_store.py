@@ -1,6 +1,8 @@
 """The object store's estimated size against the size of pickled samples."""
 
+import json
 import pickle
+from itertools import islice, permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from megarl.config.schema import Config
 from megarl.core.completion import CandidateIds, VersionRun
 from megarl.core.prompt import Prompt
 from megarl.core.sample import Sample
+from megarl.data.offline import load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.models.huggingface import Experts
 from tests import tiny_vision
@@ -161,8 +164,8 @@ IMAGES = ("model.vision=true", "cluster.replace_ranks=false", "rollout.context_l
 
 
 def test_size_includes_the_images_of_the_data(tmp_path: Path):
-    """Three of five prompts have images. A step draws the prompts without replacement, so four prompts have at most the
-    four largest sizes, and seven prompts at most all of them and the two largest. Evaluations sample all prompts."""
+    """Three of five prompts have images. The drawn prompts are compared with all windows of shuffled epochs. Several
+    evaluation sets can be sampled at the same time."""
     folder = tiny_vision.build(tmp_path / "model", "qwen2_5_vl")
     files = [png(40, 40), png(60, 60, seed=1), png(90, 50, seed=2)]
     for number, file in enumerate(files):
@@ -171,17 +174,40 @@ def test_size_includes_the_images_of_the_data(tmp_path: Path):
     source = jsonl(tmp_path, *rows, *({"prompt": "a", "images": None} for _ in range(2)))
     data = load_prompts(data_config(source), folder)
 
-    def added(count: int, *evaluation: PromptSet) -> int:
-        settings = config(*IMAGES, f"batch={{prompts_per_step: {count}, prompts_per_update: {count}}}")
+    def added(count: int, *evaluation: PromptSet, draws: str = "data.shuffle=true") -> int:
+        settings = config(*IMAGES, draws, f"batch={{prompts_per_step: {count}, prompts_per_update: {count}}}")
         encoded = image_bytes(settings, data, evaluation)
         mib = object_store_mib(settings, None, encoded=encoded) - object_store_mib(settings, None, encoded=0)
         assert mib == pytest.approx(encoded / 2**20, abs=1)
         return encoded
 
     by_row = sorted([len(files[0]) + len(files[1]), len(files[2]), len(files[0])], reverse=True)
-    assert added(4) == added(5) == sum(by_row)
-    assert added(1) == by_row[0] and added(7) == sum(by_row) + by_row[0] + by_row[1]
-    assert added(1, data) == by_row[0] + sum(by_row)
+    by_index = [len(files[0]) + len(files[1]), len(files[2]), len(files[0]), 0, 0]
+    assert added(1) == by_row[0] and added(4) == 2 * (by_row[0] + by_row[1])
+    assert added(5) == 2 * (by_row[0] + by_row[1]) + by_row[2] and added(7) == 3 * sum(by_row[:2]) + by_row[2]
+    epochs = list(islice(permutations(by_index), 0, None, 7))
+    for count in range(1, 12):
+        windows = (
+            sum([*first, *second, *third][start : start + count])
+            for first, second, third in product(epochs[:6], epochs[6:12], epochs[12:])
+            for start in range(5)
+        )
+        assert max(windows) <= added(count)
+    assert added(3, draws="data.solved_weight=0.1") == 3 * by_row[0], "each prompt may be drawn on its own"
+    assert added(1, data, data) == by_row[0] + 2 * sum(by_row)
+
+
+def test_size_includes_the_images_of_offline_rows(tmp_path: Path):
+    """The samples of a pair share the image of their prompt. Two steps are kept, and none is sampled ahead."""
+    folder, file = tiny_vision.build(tmp_path / "model", "qwen3_vl"), png(40, 40)
+    (tmp_path / "a.png").write_bytes(file)
+    rows = [{"prompt": "<image>", "chosen": "a", "rejected": "b", "images": "a.png"}] * 8
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    keys = ("algorithm.objective.name=dpo", f"data={{source: {tmp_path}/rows.jsonl, format: preferences}}")
+    keys += ("data.image_column=images", "rollout.context_length=512", "model.vision=true")
+    settings = config(*keys, "batch={prompts_per_step: 2, prompts_per_update: 2}", "cluster.replace_ranks=true")
+    assert image_bytes(settings, load_offline_data(settings, folder)) == 2 * 2 * len(file)
+    assert image_bytes(settings) == 2 * 2 * 2**20
 
 
 def test_images_of_unread_data_have_an_assumed_size():

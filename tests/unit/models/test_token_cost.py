@@ -104,6 +104,21 @@ def test_ranks_are_balanced_by_their_images(tmp_path: Path) -> None:
     images = ((1, 40, 40),)
     lengths = [Lengths(name, 20, 10, grids) for name, grids in zip("abcd", (images, images, (), ()), strict=True)]
     ranks = schedule(lengths, packing(token_budget=60, num_ranks=2, cost=cost))
-    assert sorted(sorted(len(lengths[i].image_grids) for part in rank for i in part) for rank in ranks) == [[0, 1]] * 2
-    [one], [two] = (bundle([lengths[0]] * count, packing(cost=cost)) for count in (1, 2))
-    assert two.cost - one.cost < cost.of_images(images)
+    assert sorted(sorted(len(lengths[i].patch_grids) for part in rank for i in part) for rank in ranks) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("shares_prompts", [True, False])
+def test_samples_of_a_prompt_share_its_images(shares_prompts: bool, tmp_path: Path) -> None:
+    """A microbatch encodes an image once, even if its samples do not share the prompt's tokens."""
+    cost = TokenCost.of_model(add_vision(read_config(tiny_vision.build(tmp_path, "qwen3_vl"))))
+    with_image, text = Lengths("a", 20, 10, ((1, 40, 40),)), Lengths("b", 20, 10)
+    requirements = packing(cost=cost, shares_prompts=shares_prompts)
+    [one], [three] = (bundle([with_image] * count, requirements) for count in (1, 3))
+    num_tokens = 20 + 3 * 10 if shares_prompts else 3 * 30
+    assert (three.samples, three.num_tokens) == ((0, 1, 2), num_tokens)
+    expected = cost.of(num_tokens, 30, 3 * cost.pairs(30)) + cost.of_images(with_image.patch_grids)
+    assert three.cost == pytest.approx(expected) and one.cost > cost.of_images(with_image.patch_grids)
+    assert [item.samples for item in bundle([with_image] * 4, requirements)] == (
+        [(0, 1, 2, 3)] if shares_prompts else [(0, 1, 2), (3,)]
+    )
+    assert len(bundle([text] * 3, requirements)) == (1 if shares_prompts else 3)

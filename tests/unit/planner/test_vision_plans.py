@@ -53,7 +53,7 @@ def test_prompts_include_an_image(keys: list[str], features: float, tmp_path: Pa
     assert image_features(config, MODEL.shape) == features
     workload = workload_of(config, MODEL.shape)
     assert workload.prompt_tokens == 512 + features
-    assert (f"({features:,} for one image of assumed size)" in workload.describe()) == (features > 0)
+    assert (f"(including {features:,} for one assumed image)" in workload.describe()) == (features > 0)
 
 
 def test_tower_takes_time_on_the_first_stage_only(tmp_path: Path) -> None:
@@ -162,10 +162,15 @@ def test_engine_memory_includes_image_features(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("layout", "replicas", "ranks"), [("{tp: 8, dp: 1}", 1, 8), ("{pp: 2, tp: 2, dp: 2}", 2, 4)])
-def test_host_memory_includes_patches(layout: str, replicas: int, ranks: int, tmp_path: Path) -> None:
-    """Each rank of the first stage keeps the patches of its replica's images, one of 576 features per prompt."""
-    config = config_of(tmp_path, f"actor.layout={layout}", "rollout.replicas=8")
+@pytest.mark.parametrize(
+    ("layout", "num_samples", "prompts", "ranks"),
+    [("{tp: 8, dp: 1}", 2, 64, 8), ("{pp: 2, tp: 2, dp: 2}", 2, 64, 4), ("{tp: 2, dp: 4}", 2, 32, 8)],
+)
+def test_host_memory_includes_patches(layout: str, num_samples: int, prompts: int, ranks: int, tmp_path: Path) -> None:
+    """Each rank of the first stage keeps the patches of its replica's images, one of 576 features per prompt. The
+    samples of a prompt can be on different replicas."""
+    batch = f"batch={{prompts_per_step: 64, prompts_per_update: 64, samples_per_prompt: {num_samples}}}"
+    config = config_of(tmp_path, f"actor.layout={layout}", "rollout.replicas=8", batch)
     workload = workload_of(config, MODEL.shape)
     parts = host_parts(config, Models({"actor": MODEL}), workload, read_cluster("8xH100"))
     source = io.BytesIO()
@@ -173,7 +178,7 @@ def test_host_memory_includes_patches(layout: str, replicas: int, ranks: int, tm
     folder = tiny_vision.build(tmp_path / "tiny", "qwen3_vl")
     image = ImageProcessor.of(folder, max_pixels=768**2).patches([source.getvalue()])
     assert image.dtype == np.float32
-    assert parts["actor: patches of images"] == ranks * -(-workload.prompts // replicas) * image.nbytes
+    assert parts["actor: patches of images"] == ranks * prompts * image.nbytes
     text = config_of(tmp_path, "data.image_column=null", "data.max_pixels=null")
     without = host_parts(text, Models({"actor": MODEL}), workload_of(text, MODEL.shape), read_cluster("8xH100"))
     assert "actor: patches of images" not in without

@@ -17,7 +17,6 @@ from megarl.cluster.supervision import supervisor
 from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
-from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
 from megarl.run import preflight
 from tests import tiny_vision
@@ -27,7 +26,6 @@ from tests.e2e.run import write_recipe
 from tests.paths import BASE
 from tests.timing import LIMIT_S
 from tests.tiny_model import write_eagle_draft, write_tiny_llama
-from tests.unit.data.image_data import config_of as image_config
 from tests.unit.data.image_data import jsonl, png
 
 REWARDS = """
@@ -421,18 +419,63 @@ def test_checkpoint_may_be_at_the_root(tmp_path: Path, monkeypatch: pytest.Monke
     assert compared == [Path("/")]
 
 
-def test_summary_has_the_number_of_tokens_per_image(tmp_path):
-    """The images have 4 × 4, 2 × 2 and again 4 × 4 patches, which are 4, 1 and 4 tokens."""
-    folder = tiny_vision.build(tmp_path / "model", "qwen3_vl")
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A model's folder. The images a.png and b.png beside it have 4 × 4 and 2 × 2 patches, which are 4 and 1 tokens."""
     for name, side in (("a", 64), ("b", 32)):
         (tmp_path / f"{name}.png").write_bytes(png(side, side))
-    rows = [{"prompt": "<image><image>", "images": ["a.png", "b.png"]}, {"prompt": "<image>", "images": "a.png"}]
-    config = image_config(jsonl(tmp_path, *rows))
-    data = load_prompts(config, folder)
-    assert preflight._first_row(config, data).startswith(
-        "2 prompts with 2 distinct images (on average 3 and at most 4 tokens); first: "
-    )
-    # Two replicas of two ranks, each with one prompt: at most 5 tokens of 4 patches of 2 · 3 · 16² values.
-    keys = ("batch={prompts_per_step: 2, prompts_per_update: 2}", "actor.layout={tp: 2, dp: 2}", "rollout.replicas=4")
-    two = load(BASE, ["model.path=m", "model.vision=true", f"data.source={tmp_path}/train.jsonl", *keys])
-    assert preflight._patch_bytes(two, read_config(folder), data) == 4 * 5 * 4 * 2 * 3 * 16**2 * 4
+    (tmp_path / "runs").mkdir()
+    return tiny_vision.build(tmp_path / "model", "qwen3_vl")
+
+
+def vision_keys(folder: Path, *keys: str) -> list[str]:
+    batch = "batch={prompts_per_step: 2, prompts_per_update: 2, samples_per_prompt: 4}"
+    context = "rollout={context_length: 512, max_new_tokens: 16}"
+    return [f"model={{path: {folder}, vision: true}}", context, batch, *keys]
+
+
+PAIR = [{"prompt": "<image><image>", "images": ["a.png", "b.png"]}, {"prompt": "<image>", "images": "a.png"}]
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_tokens"),
+    [
+        ([], 5 + 4),
+        (["batch.samples_per_prompt=1"], 5),
+        (["batch.prompts_per_update=1"], 5 + 5),
+    ],
+)
+def test_patches_of_all_samples_of_a_replica_are_counted(images: Path, keys: list[str], num_tokens: int) -> None:
+    """Each of two replicas can have samples of both prompts, unless they have only one sample. Two updates can draw a
+    prompt twice, at the end of an epoch and at the start of the next one. A token has 4 patches of 2 · 3 · 16²
+    values."""
+    source = f"data={{source: {jsonl(images.parent, *PAIR)}, image_column: images}}"
+    layout = "actor.layout={tp: 2, dp: 2}", "rollout.replicas=4", "algorithm.advantage.estimator=reinforce_plus_plus"
+    config = load(BASE, vision_keys(images, source, *layout, *keys))
+    checked = preflight.Preflight(ModelFolders(images, None, None, None), load_prompts(config, images), None)
+    assert preflight._patch_bytes(config, checked) == 4 * num_tokens * 4 * 2 * 3 * 16**2 * 4
+
+
+def test_summary_has_the_images_of_the_data(images: Path, capfd: pytest.CaptureFixture) -> None:
+    """a.png occurs three times. Its tokens count once in the mean."""
+    source = f"data={{source: {jsonl(images.parent, *PAIR, PAIR[1])}, image_column: images}}"
+    rows, _ = check(BASE, images.parent / "runs", capfd, *vision_keys(images, source))
+    assert rows["data"].startswith("3 prompts with 2 distinct images (on average 2 and at most 4 tokens); first: ")
+    assert rows["images"].startswith("up to 0.00 GB of host memory per node for patches, and up to 0.00 GB of Ray's")
+
+
+def test_summary_has_the_images_of_offline_data(images: Path, capfd: pytest.CaptureFixture) -> None:
+    data, answer = images.parent / "rows.jsonl", {"role": "assistant", "content": "a"}
+    row = {"messages": [{"role": "user", "content": "<image>"}, answer], "images": "b.png"}
+    data.write_text(f"{json.dumps(row)}\n" * 4)
+    keys = f"data={{source: {data}, format: messages, image_column: images}}", "algorithm.objective.name=sft"
+    rows, _ = check(BASE, images.parent / "runs", capfd, *vision_keys(images, *keys))
+    assert rows["data"] == "4 messages with 1 distinct images (on average 1 and at most 1 tokens)"
+    assert rows["images"].startswith("up to 0.00 GB of host memory per node for patches, and up to 0.00 GB of Ray's")
+
+
+def test_summary_has_images_of_evaluation_sets_only(images: Path, capfd: pytest.CaptureFixture) -> None:
+    sets = f"evaluation.sets=[{{name: a, source: {jsonl(images.parent, *PAIR)}, image_column: images}}]"
+    rows, _ = check(BASE, images.parent / "runs", capfd, *vision_keys(images, "data.source=arithmetic", sets))
+    assert "distinct" not in rows["data"]
+    assert rows["images"] == "up to 0.00 GB of Ray's object store for image files"

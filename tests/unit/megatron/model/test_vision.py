@@ -117,6 +117,12 @@ def test_windows_of_equal_size_are_one_batch(tmp_path: Path) -> None:
     assert calls.batches == [*windows, *images, *windows]
 
 
+def test_windows_of_several_frames_are_refused(tmp_path: Path) -> None:
+    _, ours = towers(tmp_path, "qwen2_5_vl")
+    with pytest.raises(AssertionError, match="windows of different frames"):
+        derived_arguments(ours, torch.tensor([[2, 8, 8]]), CPU)
+
+
 class Calls(TorchFunctionMode):
     """Records the number and the length of the sequences in each call of attention."""
 
