@@ -16,6 +16,13 @@ MARKER = "<image>"
 PLACEHOLDER = re.compile(r"(?:<\|vision_start\|>)?<\|image_pad\|>(?:<\|vision_end\|>)?")
 """An image's placeholder in the text of a prompt, in the chat templates of all supported models."""
 
+FOREIGN_PLACEHOLDER = re.compile(
+    PLACEHOLDER.pattern + r"|<\|?\w{0,20}(?:image|img|video|vision|audio)\w{0,20}\|?>|\[IMG(?:_BREAK|_END)?\]",
+    re.IGNORECASE,
+)
+"""A placeholder of an image, a video or audio in the chat templates of common model families, such as Qwen-VL, Gemma,
+InternVL, Llama, Phi and Pixtral."""
+
 
 def is_image(value: Any) -> bool:
     """Return whether a value has the form of an image: a path, a data: URL, bytes or {bytes, path}."""
