@@ -122,12 +122,14 @@ def main(
 
 
 def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:
-    """Map each column that a function uses to the name of one function that requires it, or to None."""
+    """Map each column that a function uses to the name of one function that requires it, or to None. Columns whose
+    names stand for values of the run are included, so that the data can be checked for them."""
     required_by: dict[str, str | None] = {}
     for function, columns in used_columns.items():
         for column, required in columns.items():
-            required_by[column] = function if required else required_by.get(column)
-    return {name: function for name, function in required_by.items() if name not in PROVIDED}
+            is_required = required and column not in PROVIDED
+            required_by[column] = function if is_required else required_by.get(column)
+    return required_by
 
 
 def _keywords(used_columns: Mapping[str, bool], columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def test_pairwise_judges_receive_images(pool: FunctionPool) -> None:
 
 def test_images_are_sent_only_to_functions_that_name_them(pool: FunctionPool, file: Path) -> None:
     assert pool.image_functions == [f"{file}:single", f"{file}:batch", f"{file}:files", f"{file}:changes", judge.NAME]
-    assert pool.columns.keys() == {"row"}
+    assert pool.columns == {"prompt_images": None, "prompt_image_files": None, "row": f"{file}:blind"}
     row = {"prompt_image_files": (b"file",), "level": 1}
     assert pool._sent(f"{file}:blind", row) == {"level": 1} and pool._sent(f"{file}:single", row) == row
 
