@@ -48,7 +48,7 @@ async def fetch_images(samples: Sequence[Sample], images: Mapping[str, Sequence[
 
 
 async def _fetch(refs: Iterable[Any]) -> dict[Any, bytes]:
-    """Fetch each object once, and return the objects by reference."""
+    """Fetch each object once. Return a mapping from reference to object."""
     unique = list(dict.fromkeys(refs))
     return dict(zip(unique, await asyncio.gather(*unique), strict=True))
 

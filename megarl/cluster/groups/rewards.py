@@ -109,7 +109,7 @@ class RewardWorker:
     def receive(self, samples: Sequence[Sample], images: PromptImages = NO_IMAGES) -> None:
         """Start scoring samples that have just been sampled. Ignore samples that were already scored or dropped,
         because an engine's message may arrive after the driver's request for scores. If a function needs images that
-        are not in `images`, the sample is scored in `score`."""
+        `images` lacks, `score` scores the sample instead."""
         samples = [sample for sample in samples if sample.rollout_id not in self._ended]
         for sample in samples:
             is_ready = sample.id in images or not (self._single_see_images and sample.prompt.images)
