@@ -13,7 +13,8 @@ class PromptImage:
     features replace.
 
     Attributes:
-        start: index of the first placeholder among the token ids of the prompt and the response.
+        start: index of the first placeholder among the token ids of prompt and response. In conversations, images may
+            follow the prompt.
         num_tokens: number of placeholders.
         grid: numbers of patches in time (1), height and width.
         digest: SHA-256 of the encoded image.

@@ -17,9 +17,13 @@ from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, Row, a
 
 MESSAGES_TYPE = "a list of {role, content} messages with text values"
 PROMPT_TYPE = f"text or {MESSAGES_TYPE}"
-PARTS_TYPE = (
-    "text or a list of {role, content} messages, whose content is text or a list of parts: {type: text, text: TEXT}, "
+PARTS_MESSAGES_TYPE = (
+    "a list of {role, content} messages, whose content is text or a list of parts: {type: text, text: TEXT}, "
     "{type: image}, or an image in the part: {type: image, image: PATH} or {type: image_url, image_url: {url: URL}}"
+)
+PARTS_PROMPT_TYPE = f"text or {PARTS_MESSAGES_TYPE}"
+RESPONSE_TYPE = (
+    "text or a list of {role, content} messages, whose content is text or a list of parts {type: text, text: TEXT}"
 )
 IMAGES_TYPE = "null, or one or a list of images, each a file path, a data: URL, bytes or {bytes, path}"
 ALL_COLUMNS = "row"
@@ -141,7 +145,7 @@ def content_of(value: Any, column: str, place: str) -> Content | None:
 def message_rows(path: Path, messages_column: str, image_column: str | None = None) -> Iterator[MessageRow]:
     """Yield the conversations in a file, after the same checks as in `file_rows`."""
     is_content = _is_text if image_column is None else parts.is_content
-    expected = MESSAGES_TYPE if image_column is None else PARTS_TYPE.removeprefix("text or ")
+    expected = MESSAGES_TYPE if image_column is None else PARTS_MESSAGES_TYPE
     column = Column("data.messages_column", messages_column, expected, lambda value: _is_messages(value, is_content))
     for number, record in _records(path, (column,), () if image_column is None else (image_column,)):
         messages = as_messages(_plain(column_of(record, messages_column)), "user")
@@ -154,10 +158,14 @@ def preference_rows(
 ) -> Iterator[PreferenceRow]:
     """Yield the preference pairs in a file, after the same checks as in `file_rows`. Only prompts have images."""
     responses = chosen_column, rejected_column
-    columns = (_prompt(prompt_column, image_column), _text("chosen", chosen_column), _text("rejected", rejected_column))
+    columns = (
+        _prompt(prompt_column, image_column),
+        _response("data.chosen_column", chosen_column),
+        _response("data.rejected_column", rejected_column),
+    )
     for number, record in _records(path, columns, () if image_column is None else (image_column,)):
         prompt = _plain(column_of(record, prompt_column))
-        chosen, rejected = (_plain(column_of(record, name)) for name in responses)
+        chosen, rejected = (parts.joined(_plain(column_of(record, name))) for name in responses)
         images = _images(record, image_column, prompt, f"{path}:{number}")
         yield PreferenceRow(number, prompt, chosen, rejected, images=images)
 
@@ -165,7 +173,7 @@ def preference_rows(
 def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column: str) -> Iterator[LabelRow]:
     """Yield the rows with labeled steps in a file, after the same checks as in `file_rows`."""
     columns = (
-        _text("prompt", prompt_column),
+        _text(prompt_column),
         Column("data.steps_column", steps_column, STEPS_TYPE, _is_steps),
         Column("data.labels_column", labels_column, LABELS_TYPE, _is_labels),
     )
@@ -178,19 +186,26 @@ def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column:
         yield LabelRow(number, _plain(prompt), steps, [None if label is None else float(label) for label in labels])
 
 
-def _text(kind: str, name: str) -> Column:
-    return Column(f"data.{kind}_column", name, PROMPT_TYPE, lambda value: _is_text(value) or _is_messages(value))
+def _text(name: str) -> Column:
+    return Column("data.prompt_column", name, PROMPT_TYPE, lambda value: _is_text(value) or _is_messages(value))
+
+
+def _response(key: str, name: str) -> Column:
+    def is_valid(value: Any) -> bool:
+        return isinstance(value, str) or _is_messages(value, parts.is_text_content)
+
+    return Column(key, name, RESPONSE_TYPE, is_valid)
 
 
 def _prompt(name: str, image_column: str | None) -> Column:
-    """Return the column with prompts, whose messages may have parts if the data has images."""
+    """Return the prompt column. With images, its messages may contain parts."""
     if image_column is None:
-        return _text("prompt", name)
+        return _text(name)
 
     def is_valid(value: Any) -> bool:
         return isinstance(value, str) or _is_messages(value, parts.is_content)
 
-    return Column("data.prompt_column", name, PARTS_TYPE, is_valid)
+    return Column("data.prompt_column", name, PARTS_PROMPT_TYPE, is_valid)
 
 
 def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[Any]]]:

@@ -10,11 +10,18 @@ from megarl.core.errors import UserError
 from megarl.data.row import Content, as_messages
 
 MARKER = "<image>"
-"""Text that stands for an image in a text prompt, or in a message whose content is text."""
-
+"""Text that stands for an image in a text prompt, or in a message whose content is text. In an assistant's message, it
+is ordinary text."""
 
 PLACEHOLDER = re.compile(r"(?:<\|vision_start\|>)?<\|image_pad\|>(?:<\|vision_end\|>)?")
 """An image's placeholder in the text of a prompt, in the chat templates of all supported models."""
+
+FOREIGN_PLACEHOLDER = re.compile(
+    PLACEHOLDER.pattern + r"|<\|?\w{0,20}(?:image|img|video|vision|audio)\w{0,20}\|?>|\[IMG(?:_BREAK|_END)?\]",
+    re.IGNORECASE,
+)
+"""A placeholder of an image, a video or audio in the chat templates of common model families, such as Qwen-VL, Gemma,
+InternVL, Llama, Phi and Pixtral."""
 
 
 def is_image(value: Any) -> bool:
@@ -90,10 +97,21 @@ def join_contents(*contents: Any) -> str | list[Any]:
     return joined
 
 
-def count_markers(prompt: Content) -> int:
-    """Return the number of markers in the prompt's texts."""
-    contents = [message["content"] for message in as_messages(prompt, "user")]
-    return sum(content.count(MARKER) for content in contents if isinstance(content, str))
+def is_text_content(value: Any) -> bool:
+    """Return whether a value of the data has the form of a message's content without images: text or parts."""
+    return is_content(value) and (isinstance(value, str) or not any(map(_is_placeholder, value)))
+
+
+def joined(content: Content) -> Content:
+    """Return the content with the texts in the parts of each message joined."""
+    if isinstance(content, str):
+        return content
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": "".join(part["text"] for part in message["content"])}
+        for message in content
+    ]
 
 
 def place_images(prompt: Content, images: Sequence[Any], column: str, place: str) -> tuple[Content, tuple[Any, ...]]:
@@ -105,22 +123,21 @@ def place_images(prompt: Content, images: Sequence[Any], column: str, place: str
         column: the name of this column.
         place: the location of the row, for error messages.
     """
-    num_open = count_markers(prompt)
-    num_open += sum(_is_placeholder(part) and _own_image(part) is None for part in _parts(prompt))
+    split = [(message, _split(message)) for message in as_messages(prompt, "user")]
+    num_open = sum(_is_placeholder(part) and _own_image(part) is None for _, parts in split for part in parts)
     if num_open != len(images):
         remedy = "add the images, or remove placeholders. A part of type text may contain <image> as text"
         if num_open < len(images):
-            remedy = f"add {MARKER} to the prompt where each image belongs, or remove images"
+            remedy = f"add {MARKER} where each image belongs, or remove images"
         raise UserError(
-            f"{place}: the number of placeholders in the prompt ({MARKER}, or parts of type image) is {num_open}, but "
+            f"{place}: the number of placeholders in the row ({MARKER}, or parts of type image) is {num_open}, but "
             f"the number of images in column {column!r} (data.image_column) is {len(images)}. Fix: {remedy}"
         )
     if isinstance(prompt, str) and not num_open:
         return prompt, ()
     remaining, placed = iter(images), []
     messages = []
-    for message in as_messages(prompt, "user"):
-        parts = _split(message["content"])
+    for message, parts in split:
         for part in parts:
             if _is_placeholder(part):
                 own = _own_image(part)
@@ -141,12 +158,13 @@ def _is_placeholder(part: Mapping[str, Any]) -> bool:
     return part["type"] != "text"
 
 
-def _split(content: str | list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _split(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the parts of a message. Text is split at the markers."""
+    content = message["content"]
     if not isinstance(content, str):
         return content
     parts: list[Mapping[str, Any]] = []
-    for number, text in enumerate(content.split(MARKER)):
+    for number, text in enumerate([content] if message["role"] == "assistant" else content.split(MARKER)):
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts

@@ -117,7 +117,7 @@ class ImageRows:
             if self.data.chat_template:
                 fix = "remove the token from the assistant's messages, or use a chat template that supports images"
             raise UserError(
-                f"{place}: the number of image tokens in the prompt is {num_tokens}, but the number of images is "
+                f"{place}: the number of image tokens in the row is {num_tokens}, but the number of images is "
                 f"{len(images)}. Fix: {fix}"
             )
         return expand(token_ids, self.token, [loaded.prompt_image(self.processor) for loaded in images])
@@ -125,8 +125,8 @@ class ImageRows:
     def expand_masked(
         self, token_ids: list[int], mask: list[bool], images: Sequence[LoadedImage], place: str
     ) -> tuple[list[int], list[bool], tuple[PromptImage, ...]]:
-        """Return the same as `expand` for a prompt with responses, and the mask of its trained tokens, expanded in the
-        same way. Raise a UserError if a response contains an image."""
+        """Like `expand`, for a prompt with responses. Also return the trained-token mask, expanded to match. Raise a
+        UserError if a response contains an image."""
         expanded, placed = self.expand(token_ids, images, place)
         mask = list(mask)
         for image in placed:

@@ -40,6 +40,12 @@ PROCESSOR = "Qwen2VLImageProcessor"
 
 WHITE = (255, 255, 255)
 
+LOSSLESS = ("BMP", "GIF", "PNG", "PPM", "TIFF")
+"""Formats whose images `data_url` writes as PNG files. Other images are usually photos, whose JPEG files are much
+smaller."""
+
+JPEG_QUALITY = 95
+
 _large_image = Lock()
 
 T = TypeVar("T")
@@ -69,24 +75,21 @@ def size_of(file: bytes) -> tuple[int, int]:
     return _decoded(file, lambda image: image.size)
 
 
-def data_url(file: bytes) -> str:
-    """Return an encoded image as a data: URL for a server. PNG, JPEG and WebP files are passed on if a program that
-    ignores orientation, transparency and animation shows the same pixels as `decode`; others become PNG files."""
-    from PIL import ExifTags, Image
+def data_url(file: bytes, max_pixels: int) -> str:
+    """Return an encoded image as a data: URL for a server. The image is decoded as in `decode`, shrunk to at most
+    `max_pixels` pixels, and encoded as a PNG or JPEG file without metadata. Raise the errors of `decode`."""
+    from PIL import Image
 
-    kind = None
-    with suppress(Exception), Image.open(io.BytesIO(file), formats=("JPEG", "PNG", "WEBP")) as image:
-        is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-        is_opaque = image.mode in ("RGB", "L") and "transparency" not in image.info
-        if is_upright and is_opaque and not getattr(image, "is_animated", False):
-            kind = image.format
-    if kind is None:
-        stream, kind = io.BytesIO(), "PNG"
-        image = decode(file)
-        image.info.clear()  # Pillow would write the original file's transparency
-        image.save(stream, kind)
-        file = stream.getvalue()
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(file).decode()}"
+    image = decode(file)
+    with Image.open(io.BytesIO(file), formats=FORMATS) as original:
+        kind = "PNG" if original.format in LOSSLESS else "JPEG"
+    if (factor := math.sqrt(max_pixels / (image.width * image.height))) < 1:
+        width, height = (max(1, int(side * factor)) for side in image.size)
+        image = image.resize((min(width, max_pixels), min(height, max_pixels)))
+    image.info.clear()  # Pillow would write the original file's transparency, color profile and comments
+    stream = io.BytesIO()
+    image.save(stream, kind, quality=JPEG_QUALITY)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def _decoded(file: bytes, convert: Callable[[Image.Image], T]) -> T:

@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class MessageRow:
-    """A conversation whose assistant turns are trained on. `images` is the same as in Row."""
+    """A conversation whose assistant turns are trained on. `images`: see Row."""
 
     number: int
     messages: list[Message]
@@ -51,8 +51,7 @@ class MessageRow:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceRow:
-    """A prompt and two responses, each given as text or as messages that continue the prompt. `images` is the same as
-    in Row."""
+    """A prompt and two responses, each given as text or as messages that continue the prompt. `images`: see Row."""
 
     number: int
     prompt: Content

@@ -56,7 +56,7 @@ def try_rewards(
 ) -> dict[str, float]:
     """Score the answer, an empty response and a wrong one for the first row to which each function applies. For an
     image model, score a flat image and a noise image. Return the rewards of the first responses by function name.
-    `images` has the images in prompts, if there are any.
+    `images`: the prompts' image files; None if prompts have no images.
 
     Raise UserError with a line and a stack trace for each reward function that fails on one of them. Only print a
     warning if the infrastructure caused the failure, or if rewards.failure_limit permits it. A limit above 0 permits
@@ -81,7 +81,8 @@ def try_rewards(
         if failure.is_infrastructure or may_fail:
             print(f"megarl: warning: {line}", file=sys.stderr, flush=True)
         else:
-            errors.append(f"{line}. Fix: {REMEDY}\n{textwrap.indent(failure.stack, '    ')}".rstrip())
+            remedy = "" if "Fix: " in failure.message else f". Fix: {REMEDY}"
+            errors.append(f"{line}{remedy}\n{textwrap.indent(failure.stack, '    ')}".rstrip())
     if errors:
         raise UserError("\n".join(errors))
     return rewards

@@ -19,11 +19,10 @@ NUM_TOKENS = "num_response_tokens"
 """Name of the parameter that receives the number of response tokens instead of a data column."""
 
 PROMPT_IMAGES = "prompt_images"
-"""Name of the parameter that receives the images in the prompt instead of a data column: a tuple of RGB PIL images, in
-the order of their placeholders."""
+"""Parameter that receives the prompt's images (not a data column): a tuple of RGB PIL images in placeholder order."""
 
 PROMPT_IMAGE_FILES = "prompt_image_files"
-"""Name of the parameter that receives the same images as encoded files, a tuple of bytes."""
+"""Parameter that receives the same images as encoded files, a tuple of bytes."""
 
 PROVIDED = (NUM_TOKENS, PROMPT_IMAGES, PROMPT_IMAGE_FILES)
 """Names of parameters whose values come from the run instead of the data."""

@@ -93,7 +93,8 @@ class FunctionPool:
         self._idle: SimpleQueue[ChildProcess] = SimpleQueue()
         self._closed = False
         self.columns: dict[str, str | None] = {}
-        """Data columns that functions use. Each maps to the name of one function that requires it, or to None."""
+        """Data columns that functions use, each mapped to the name of one function that requires it, or to None.
+        Includes the names in PROVIDED that functions use, which must not be columns of the data."""
         self.batch_functions: list[str] = []
         """Names of the functions that take whole batches."""
         self.row_checks: dict[str, list[str]] = {}
@@ -154,7 +155,7 @@ class FunctionPool:
         return self._threads.submit(lambda: self._repeat(function, results, len(prompts)))
 
     def _sent(self, function: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns to send to a function: images only if it receives them."""
+        """Return the columns to send to a function. Omit images unless it uses them."""
         is_shown = function in self.image_functions
         return {name: value for name, value in columns.items() if is_shown or name != PROMPT_IMAGE_FILES}
 

@@ -6,12 +6,12 @@ import asyncio
 import inspect
 import os
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.text import encodable
-from megarl.data.image_parts import PLACEHOLDER
+from megarl.data.image_parts import FOREIGN_PLACEHOLDER, PLACEHOLDER
 from megarl.data.images import data_url
 from megarl.rewards.options import BATCH
 from megarl.rewards.rating import TEMPLATE, question, rating, require_answer
@@ -30,12 +30,23 @@ PARTS = (1, 2, 4, 8)
 """After a rejection, repeat the question with only the first 1/n of the response, for each n until one is accepted."""
 
 
+MAX_PIXELS = 2**22
+"""Default for the maximum area of an image that a judge receives (2048 × 2048)."""
+
+BLIND = ". Fix: use a judge that accepts images, or set options.images=false"
+"""Remedy for a judge that does not answer questions with images."""
+
+
 class Rejected(ValueError):
     """Raised if the server rejects a question."""
 
 
 class Unanswered(ServiceUnavailable):
     """Raised if the server fails on a question with status 500, or does not answer it in time."""
+
+
+Probes = dict[tuple[str, ...], asyncio.Task[str]]
+"""Judge's answers to questions with empty responses, by images and question."""
 
 
 class GenerativeJudge:
@@ -46,12 +57,12 @@ class GenerativeJudge:
     are retried for up to rewards.outage_s.
 
     A response never causes a failure. If the judge's answer has no rating within the scale, the response gets the worst
-    one. If the server rejects the question, for example because the response exceeds the judge's context, the response
-    is truncated; if the server accepts only an empty response, it gets the worst rating. It also gets the worst rating
-    if the server fails on it with status 500, or does not answer in time, but answers the same question with an empty
-    response. The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If most
-    responses of a step have no rating, or the server also rejects the question with an empty response, scoring these
-    responses fails instead.
+    one. If the server rejects the question, for example because the response exceeds the judge's context, but accepts
+    an empty response, the response is truncated; if no part is accepted, it gets the worst rating. It also gets the
+    worst rating if the server fails on it with status 500, or does not answer in time, but answers the same question
+    with an empty response. The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If
+    most responses of a step have no rating, or the server also rejects the question with an empty response, scoring
+    these responses fails instead.
     """
 
     def __init__(
@@ -67,6 +78,7 @@ class GenerativeJudge:
         max_tokens: int = 1024,
         temperature: float = 0.0,
         images: bool = True,
+        max_pixels: int = MAX_PIXELS,
     ):
         """Create the function with its options.
 
@@ -80,7 +92,8 @@ class GenerativeJudge:
             concurrency: maximum number of concurrent requests.
             retries: number of retries after a failed connection, or after a response with status 429 or at least 500,
                 before the server counts as unavailable.
-            images: whether the judge receives the images in prompts. If not, it sees their placeholders.
+            images: whether to send the prompt's images. If false, the judge sees their placeholders.
+            max_pixels: maximum area of an image in pixels; larger images are shrunk.
         """
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(
@@ -95,6 +108,8 @@ class GenerativeJudge:
             )
         if not isinstance(concurrency, int) or concurrency < 1:
             raise ValueError(f"options.concurrency={concurrency!r}: must be a positive integer. Fix: use 1 or more")
+        if type(max_pixels) is not int or max_pixels < 1:
+            raise ValueError(f"options.max_pixels={max_pixels!r}: must be a positive integer. Fix: use 1 or more")
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ValueError(f"options.api_key_env={api_key_env}: this environment variable is not set. Fix: export it")
         self._url = f"{base_url.rstrip('/')}/chat/completions"
@@ -102,9 +117,10 @@ class GenerativeJudge:
         self._question = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self._template, self._scale = template, scale
         self._timeout_s, self._concurrency, self._retries = timeout_s, concurrency, retries
-        if not images:  # do not receive them
-            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in BATCH])
+        self._sends_images, self._max_pixels = images, max_pixels
+        if not images:  # without the parameter, the process does not receive them
+            signature = inspect.signature(self)
+            self.__signature__ = signature.replace(parameters=list(signature.parameters.values())[: len(BATCH)])
 
     def check_row(self, answer: Any) -> None:
         require_answer(self._template, answer)
@@ -123,7 +139,8 @@ class GenerativeJudge:
         limits = httpx.Limits(max_connections=self._concurrency)
         slots = asyncio.Semaphore(self._concurrency)
         outage: ServiceUnavailable | None = None
-        url_of = cache(data_url)  # the responses to a prompt have the same images
+        probes: Probes = {}
+        urls = await self._urls(prompt_image_files or ())
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, limits=limits) as client:
 
             async def reward(files: Sequence[bytes], *fields: Any) -> Rating:
@@ -132,7 +149,7 @@ class GenerativeJudge:
                     if outage is not None:  # waiting again for each sample would exceed the timeout
                         raise outage
                     try:
-                        return await self._rate(client, [url_of(file) for file in files], *fields)
+                        return await self._rate_with_remedy(client, [urls[f].result() for f in files], probes, *fields)
                     except ServiceUnavailable as error:
                         outage = error
                         raise
@@ -140,33 +157,58 @@ class GenerativeJudge:
             samples = zip(prompt_image_files or [()] * len(prompts), prompts, responses, answers, strict=True)
             return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
+    async def _urls(self, files_by_sample: Sequence[Sequence[bytes]]) -> dict[bytes, asyncio.Task[str]]:
+        """Return the data: URL of each image, or the exception raised for it, as completed tasks. Images are encoded
+        before the first request and in threads: requests time out while the event loop is blocked."""
+        files = dict.fromkeys(file for files in files_by_sample for file in files)
+        urls = {file: asyncio.create_task(asyncio.to_thread(data_url, file, self._max_pixels)) for file in files}
+        await asyncio.gather(*urls.values(), return_exceptions=True)
+        return urls
+
+    async def _rate_with_remedy(self, client: httpx.AsyncClient, images: Sequence[str], *arguments: Any) -> Rating:
+        """Call `_rate`, and add a remedy to failures that images may have caused."""
+        try:
+            return await self._rate(client, images, *arguments)
+        except (ValueError, Unanswered) as error:
+            if not images:
+                raise
+            raise (Unanswered if isinstance(error, Unanswered) else Rejected)(f"{error}{BLIND}") from None
+
     async def _rate(
-        self, client: httpx.AsyncClient, images: Sequence[str], prompt: str, response: str, answer: Any
+        self, client: httpx.AsyncClient, images: Sequence[str], probes: Probes, prompt: str, response: str, answer: Any
     ) -> Rating:
-        """Return the rating of a response. Raise the same errors as `_ask`. `images`: data: URLs."""
+        """Return the rating of a response. Raise the same errors as `_ask`.
+
+        Args:
+            images: data: URLs.
+            probes: requests with empty responses in this call, which the responses to a prompt share.
+        """
         rejection: Rejected | None = None
         ask = partial(self._ask, client, images)
-        if images:
+        if len(PLACEHOLDER.findall(prompt)) == len(images):  # not if users typed placeholders
             numbers = count(1)
             prompt = PLACEHOLDER.sub(lambda _: f"[image {next(numbers)}]", prompt)
+        empty = question(self._template, prompt, "", answer)
         for part in dict.fromkeys(response[: len(response) // n] for n in PARTS):
             try:
                 text = await ask(question(self._template, prompt, part, answer))
             except Rejected as error:
+                if rejection is None:  # a server that rejects the prompt or its images rejects all parts
+                    key = (*images, empty)
+                    if key not in probes:
+                        probes[key] = asyncio.create_task(ask(empty))
+                    try:
+                        await probes[key]
+                    except Rejected:
+                        raise error from None
                 rejection = rejection or error
                 continue
             except Unanswered as error:
-                # Ask about an empty response, which raises an error if the server is at fault.
-                await ask(question(self._template, prompt, "", answer))
+                await ask(empty)  # raises an error if the server is at fault
                 return Rating(WORST_RATING, {UNRATED: str(error), TRUNCATED: None})
             rated = rating(text, self._scale)
             return Rating(rated, {**rated.issues, TRUNCATED: None if rejection is None else str(rejection)})
         assert rejection is not None, "the loop tries at least one part"
-        try:
-            await ask(question(self._template, prompt, "", answer))
-        except Rejected:
-            fix = ". Fix: use a judge that accepts images, or set options.images=false" if images else ""
-            raise Rejected(f"{rejection}{fix}") from None
         return Rating(WORST_RATING, {UNRATED: str(rejection), TRUNCATED: None})
 
     async def _ask(self, client: httpx.AsyncClient, images: Sequence[str], text: str) -> str:
@@ -175,7 +217,9 @@ class GenerativeJudge:
         server's response if it contains no answer."""
         import httpx
 
-        body, failure = self._question | {"messages": [{"role": "user", "content": _question(images, text)}]}, ""
+        if self._sends_images:  # the server could interpret placeholders in the text as images
+            text = FOREIGN_PLACEHOLDER.sub("[image]", text)
+        body, failure = self._question | {"messages": [{"role": "user", "content": _content_of(images, text)}]}, ""
         kind = ServiceUnavailable
         for attempt in range(self._retries + 1):
             if attempt:
@@ -191,7 +235,7 @@ class GenerativeJudge:
                 failure = f"could not be reached ({type(error).__name__}: {error})"
                 continue
             if response.is_success:
-                return _content(response)
+                return _answer(response)
             failure = f"returned status {response.status_code}: {response.text[:200]!r}"
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
                 refusal = Rejected if response.status_code in REJECTIONS else ValueError
@@ -201,16 +245,14 @@ class GenerativeJudge:
         raise kind(f"{self._url} {failure}")
 
 
-def _question(images: Sequence[str], text: str) -> str | list[dict[str, Any]]:
-    """Return the content of a message with these images, given as data: URLs, followed by the text. Placeholders in the
-    text are replaced, because a server could take them for images of its own."""
+def _content_of(images: Sequence[str], text: str) -> str | list[dict[str, Any]]:
+    """Return the content of a message with these images, given as data: URLs, followed by the text."""
     if not images:
         return text
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-    return [*parts, {"type": "text", "text": PLACEHOLDER.sub("[image]", text)}]
+    return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": text}]
 
 
-def _content(response: httpx.Response) -> str:
+def _answer(response: httpx.Response) -> str:
     """Return the text of the answer. It is empty if the judge refuses to answer, or stops while reasoning."""
     try:
         content = response.json()["choices"][0]["message"].get("content") or ""

@@ -14,9 +14,9 @@ import numbers
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from io import BufferedRWPair
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from megarl.core.errors import UserError, install_extra
 from megarl.data.files import ALL_COLUMNS
@@ -29,6 +29,9 @@ from megarl.sandbox.choice import find_provider
 from megarl.usercode.failures import kind_of
 from megarl.usercode.feedback import split_feedback
 from megarl.usercode.parent import connect, send
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 NUM_ARGUMENTS = 3
 JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
@@ -111,7 +114,7 @@ def main(
             scored, named = (call_batch, _batch_keywords) if name in batch_functions else (call, _keywords)
             try:
                 keywords = named(used_columns[name], columns)
-            except Exception as error:  # such as too little memory for the images
+            except Exception as error:  # for example, out of memory while decoding
                 reply = _failure(error)
             else:
                 reply = scored(loaded[name], arguments, keywords)
@@ -119,19 +122,21 @@ def main(
 
 
 def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:
-    """Map each column that a function uses to the name of one function that requires it, or to None."""
+    """Map each column that a function uses to the name of one function that requires it, or to None. Columns whose
+    names stand for values of the run are included, so that the data can be checked for them."""
     required_by: dict[str, str | None] = {}
     for function, columns in used_columns.items():
         for column, required in columns.items():
-            required_by[column] = function if required else required_by.get(column)
-    return {name: function for name, function in required_by.items() if name not in PROVIDED}
+            is_required = required and column not in PROVIDED
+            required_by[column] = function if is_required else required_by.get(column)
+    return required_by
 
 
 def _keywords(used_columns: Mapping[str, bool], columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments for a call."""
     values = {PROMPT_IMAGE_FILES: (), **columns}
     if PROMPT_IMAGES in used_columns:
-        values[PROMPT_IMAGES] = tuple(map(decode, values[PROMPT_IMAGE_FILES]))
+        values[PROMPT_IMAGES] = tuple(image.copy() for image in _decode_again(values[PROMPT_IMAGE_FILES]))
     keywords = {name: values[name] for name in used_columns if name in values}
     return keywords | ({ALL_COLUMNS: _row(columns)} if ALL_COLUMNS in used_columns else {})
 
@@ -141,17 +146,50 @@ def _row(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in columns.items() if name not in (NUM_TOKENS, PROMPT_IMAGE_FILES)}
 
 
-def _batch_keywords(used_columns: Mapping[str, bool], rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the keyword arguments for a batch call: a list per column, with None for rows without the column. Rows
-    with the same image share the decoded image."""
+def _batch_keywords(used_columns: Mapping[str, bool], rows: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:
+    """Return the keyword arguments for a batch call: a list per column, with None for rows without the column."""
     values: list[dict[str, Any]] = [{PROMPT_IMAGE_FILES: (), **row} for row in rows]
-    if PROMPT_IMAGES in used_columns:
-        decode_once = cache(decode)
-        for row in values:
-            row[PROMPT_IMAGES] = tuple(map(decode_once, row[PROMPT_IMAGE_FILES]))
     names = [name for name in used_columns if any(name in row for row in values)]
-    keywords = {name: [row.get(name) for row in values] for name in names}
+    keywords: dict[str, Sequence[Any]] = {name: [row.get(name) for row in values] for name in names}
+    if PROMPT_IMAGES in used_columns:
+        keywords[PROMPT_IMAGES] = PromptImages([row[PROMPT_IMAGE_FILES] for row in values])
     return keywords | ({ALL_COLUMNS: [_row(row) for row in rows]} if ALL_COLUMNS in used_columns else {})
+
+
+class PromptImages(Sequence["tuple[Image.Image, ...]"]):
+    """A tuple with the prompt's images for each sample in a batch. They are decoded on access, because those of a whole
+    step can exceed the memory. Consecutive accesses to samples of the same prompt return the same tuple."""
+
+    def __init__(self, files: Sequence[tuple[bytes, ...]]):
+        self._files, self._decode = files, lru_cache(maxsize=1)(_decode)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Image.Image, ...]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PromptImages: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[Image.Image, ...] | PromptImages:
+        if isinstance(index, slice):
+            return PromptImages(self._files[index])
+        return self._decode(self._files[index])
+
+
+def _decode(files: tuple[bytes, ...]) -> tuple[Image.Image, ...]:
+    try:
+        return tuple(map(decode, files))
+    except MemoryError:
+        raise MemoryError(
+            "not enough memory to decode the prompt's images. Fix: raise rewards.memory_mib, or use "
+            f"{PROMPT_IMAGE_FILES} instead of {PROMPT_IMAGES}"
+        ) from None
+
+
+_decode_again = lru_cache(maxsize=1)(_decode)
+"""Decoding with a cache, because several functions and samples in a row use the images of the same prompt."""
 
 
 def call(

@@ -37,7 +37,7 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError, prefix_lines
 from megarl.core.prompt import Prompt
-from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
+from megarl.data.files import ALL_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.environments.hosts import HostPool, host_arguments
@@ -57,6 +57,7 @@ from megarl.resharding.families.adapters import check_adapter_weights, peft_hold
 from megarl.resharding.families.eagle import check_eagle_weights
 from megarl.resharding.selection import check_all_selections
 from megarl.rewards.model_reward import model_judge, model_reader
+from megarl.rewards.options import PROVIDED
 from megarl.rewards.pool import FunctionPool, function_pool
 from megarl.rewards.rating import TEMPLATE, require_answer
 from megarl.rewards.row_checks import check_rows, require_prompts, require_rows
@@ -206,10 +207,19 @@ def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) ->
 
 
 def _load_prompts(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet:
-    """Load the prompts, with all columns for an environment, else only those that the reward functions need."""
-    columns = NO_COLUMNS if pool is None else pool.columns
+    """Load the prompts, with all columns for an environment, else only those that the reward functions need. Raise a
+    UserError if such a column has the name of a value that the run passes to reward functions."""
+    columns = {} if pool is None else dict(pool.columns)
+    if config.data.image_column in PROVIDED:  # reward functions receive its images under this name
+        columns.pop(config.data.image_column, None)
     columns = {ALL_COLUMNS: None, **columns} if config.has_environment else columns
     data = load_prompts(config, model_folder, columns)
+    for prompt in data.prompts if pool is not None else ():
+        if taken := [name for name in PROVIDED if name in prompt.columns]:
+            raise UserError(
+                f"{prompt.id}: column {taken[0]!r} has the name of a value that the run passes to reward functions. "
+                "Fix: rename the column"
+            )
     if config.samples_images:
         return data
     _require_embeddings(model_folder, ((prompt.id, prompt.token_ids) for prompt in data.prompts))

@@ -56,7 +56,9 @@ def write_recipe(folder: Path) -> Path:
 def test_fine_tuning_with_images_lowers_the_loss(tmp_path: Path) -> None:
     run = train(write_recipe(tmp_path))
     losses = [step["policy/nll"] for step in metrics_of(run)]
-    assert len(losses) == 12 and losses[-1] < 0.5 * losses[0]
+    assert len(losses) == 12
+    # The names have 4 and 5 tokens with EOS, so without images the loss is at least 2 · ln 2 / 9 = 0.15.
+    assert losses[-1] < 0.05
     before, after = (
         AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model.visual.state_dict()
         for folder in (tmp_path / "model", run / "model")

@@ -88,8 +88,8 @@ def train(recipe: Path, *overrides: str) -> Path:
 
 
 def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
-    """The samples of step 3, and the canaries after each refit, have the same log-probs in trainer and engine. So have
-    all layers for a sample without images, also in transformers."""
+    """The samples of step 3, and the canaries after each refit, have the same log-probs in trainer and engine. For a
+    sample without images, all layer outputs also agree, including transformers'."""
     run = train(write_recipe(tmp_path), "run.token_samples=24")
     steps = metrics_of(run)
     assert len(steps) == 3
@@ -108,8 +108,13 @@ def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
     token_ids = find_rollout(run, 3, None).token_ids
     stages = diagnose(read_config(run), token_ids, dict.fromkeys(SIDES, run / "model"), tmp_path)
     assert len(stages) == 7 and first_different(stages) is None, table(stages)
-    lines = (run / "rollouts" / "step_000003.jsonl").read_text().splitlines()
-    shown = [image["thumbnail"] for line in lines for image in json.loads(line).get("prompt_images", [])]
+    lines = [json.loads(line) for line in (run / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 * len(IMAGES)
+    for line in lines:  # each sample is scored with the images of its row
+        images = IMAGES[int(line["prompt"].partition("Question ")[2][0])]
+        assert line["parts"]["num_images"] == len(images)
+        assert line["parts"]["width"] == sum(SIZES[i][0] for i in images)
+    shown = [image["thumbnail"] for line in lines for image in line.get("prompt_images", [])]
     assert len(shown) == 4 * sum(map(len, IMAGES)) and all((run / "rollouts" / name).is_file() for name in shown)
 
 

@@ -83,9 +83,9 @@ class EngineProcess(ReplicaActor):
 
     async def generate(self, requests: Requests, listener: ActorHandle | None) -> list[TimedResult | AnySample | None]:
         """Return the samples' metadata, then the parts of each sample, each as a separate return value: return values
-        outlive the process, unlike objects that the process puts into the object store. The listener receives the
-        parts for rewards, and references to the prompts' images, as samples finish. An aborted call returns Aborted in
-        place of the metadata."""
+        outlive the process, unlike objects that the process puts into the object store. As samples finish, the listener
+        receives their reward parts and references to their prompts' images. An aborted call returns Aborted in place of
+        the metadata."""
         begin = time.time()
         images = {request.sample_id: request.prompt.files for request in requests if request.prompt.images}
 

@@ -265,13 +265,13 @@ PLACE = "train.jsonl:2"
     [
         (
             {"prompt": "<image><image>", "images": ["a.png"]},
-            f"{PLACE}: the number of placeholders in the prompt (<image>, or parts of type image) is 2, but the number "
+            f"{PLACE}: the number of placeholders in the row (<image>, or parts of type image) is 2, but the number "
             "of images in column 'images' (data.image_column) is 1. Fix: add the images, or remove placeholders.",
         ),
         (
             {"prompt": user(TEXT), "images": ["a.png"]},
-            f"{PLACE}: the number of placeholders in the prompt (<image>, or parts of type image) is 0, but the number "
-            "of images in column 'images' (data.image_column) is 1. Fix: add <image> to the prompt where each image",
+            f"{PLACE}: the number of placeholders in the row (<image>, or parts of type image) is 0, but the number "
+            "of images in column 'images' (data.image_column) is 1. Fix: add <image> where each image",
         ),
         (
             {"prompt": "<image>", "images": "missing.png"},
@@ -319,7 +319,7 @@ PLACE = "train.jsonl:2"
         ),
         (
             {"prompt": [{"role": "assistant", "content": "<|image_pad|>"}, *user(TEXT)], "images": None},
-            f"{PLACE}: the number of image tokens in the prompt is 1, but the number of images is 0. Fix: remove the",
+            f"{PLACE}: the number of image tokens in the row is 1, but the number of images is 0. Fix: remove the",
         ),
     ],
     ids=[

@@ -96,6 +96,37 @@ def test_pairs_share_the_images_of_their_prompt(folder: Path, suffix: str) -> No
     assert chosen.prompt == rejected.prompt and chosen.prompt.images == rejected.prompt.images
 
 
+def test_markers_of_the_assistant_are_text(folder: Path) -> None:
+    messages = [message("user", "<image>Tag?"), message("assistant", "<image>"), message("user", "?")]
+    record = {"messages": [*messages, message("assistant", "</image>")], "images": "a.png"}
+    [[sample]] = load(folder, "messages", record).rows
+    check(
+        sample,
+        text(folder, "<|im_start|>user\n<image>Tag?<|im_end|>\n<|im_start|>assistant\n", "a.png"),
+        "<image><|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n</image><|im_end|>",
+        "<image><|im_end|></image><|im_end|>",
+    )
+    pair = {"prompt": messages, "chosen": "a", "rejected": "b", "images": "a.png"}
+    [[chosen, _]] = load(folder, "preferences", pair).rows
+    assert len(chosen.prompt.images) == 1
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_responses_of_pairs_may_consist_of_text_parts(folder: Path, suffix: str) -> None:
+    def turn(*texts: str) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "content": [{"type": "text", "text": text} for text in texts]}]
+
+    image: Any = "b.png" if suffix == ".jsonl" else {"bytes": (folder / "b.png").read_bytes(), "path": None}
+    user = [{"role": "user", "content": [IMAGE, {"type": "text", "text": "Ok?"}]}]
+    row = {"prompt": user, "chosen": turn("<image>", "yes"), "rejected": turn("no"), "images": image}
+    [pair] = load(folder, "preferences", row, suffix=suffix).rows
+    prompt = text(folder, "<|im_start|>user\n<image>Ok?<|im_end|>\n<|im_start|>assistant\n", "b.png")
+    for sample, response in zip(pair, ("<image>yes<|im_end|>", "no<|im_end|>"), strict=True):
+        check(sample, prompt, response, response)
+    with pytest.raises(UserError, match=r"column 'chosen': expected text or a list .* {type: text, text: TEXT}"):
+        load(folder, "preferences", row | {"chosen": [{"role": "assistant", "content": [IMAGE]}]}, suffix=suffix)
+
+
 def test_rendered_pairs_may_have_images(folder: Path) -> None:
     row = {"prompt": f"{BEGIN}{PAD}{END}Q:", "chosen": "yes", "rejected": "no", "images": "c.png"}
     [[chosen, _]] = load(folder, "preferences", row, overrides=("data.chat_template=false",)).rows
@@ -123,12 +154,12 @@ def test_data_hash_includes_images(folder: Path) -> None:
         (
             [message("user", "<image>"), message("assistant", "a")],
             [],
-            "rows.jsonl:1: the number of placeholders in the prompt (<image>, or parts of type image) is 1, but the",
+            "rows.jsonl:1: the number of placeholders in the row (<image>, or parts of type image) is 1, but the",
         ),
         (
             [message("user", "<image>"), message("assistant", PAD)],
             "a.png",
-            "rows.jsonl:1: the number of image tokens in the prompt is 2, but the number of images is 1. Fix: remove",
+            "rows.jsonl:1: the number of image tokens in the row is 2, but the number of images is 1. Fix: remove",
         ),
         (
             [message("user", "<image>"), message("assistant", "a")],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +20,10 @@ from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.data.image_files import ImageFiles
+from megarl.data.images import decode
 from megarl.environments.batch import judge_batch, judge_single
 from megarl.environments.trial import try_rewards
-from megarl.rewards import judge
+from megarl.rewards import judge, worker
 from megarl.rewards.pool import FunctionPool
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S
@@ -38,9 +41,18 @@ def single(prompt, response, answer, prompt_images, *, row):
     return sum((i + 1) * value(image) for i, image in enumerate(prompt_images))
 
 def batch(prompts, responses, answers, prompt_images, prompt_image_files):
-    shared = len({id(image) for images in prompt_images for image in images})
-    assert shared == len({file for files in prompt_image_files for file in files})
+    assert len(prompt_images) == len(prompts) and len(prompt_images[1:]) == len(prompts) - 1
+    assert all(isinstance(images, tuple) for images in prompt_images)
+    kept = list(prompt_images)
+    images_of = dict(zip(prompt_image_files, kept))
+    assert all(kept[i] is images_of[files] for i, files in enumerate(prompt_image_files))
     return [sum(map(value, images)) for images in prompt_images]
+
+def changes(prompt, response, answer, prompt_images):
+    total = sum(map(value, prompt_images))
+    for image in prompt_images:
+        image.paste((0, 0, 0), (0, 0, *image.size))
+    return total
 
 def files(prompt, response, answer, prompt_image_files):
     return len(b"".join(prompt_image_files))
@@ -85,7 +97,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(file: Path) -> Iterator[FunctionPool]:
-    names = [f"{file}:{name}" for name in ("single", "batch", "files", "blind")]
+    names = [f"{file}:{name}" for name in ("single", "batch", "files", "blind", "changes")]
     pool = FunctionPool(names, f"{file}:judge", 1, LIMIT_S)
     yield pool
     pool.close()
@@ -107,6 +119,38 @@ def test_batch_functions_receive_shared_images(pool: FunctionPool, file: Path) -
     assert [result[f"{file}:batch"].value for result in results] == pytest.approx([both, both, VALUES[2], 0.0])
 
 
+def test_functions_cannot_change_images_for_other_calls(pool: FunctionPool, file: Path) -> None:
+    results = [asyncio.run(judge_single(pool, [f"{file}:changes"], item)) for item in SAMPLES[:2]]
+    values = [result[f"{file}:changes"].value for result in results]
+    assert values == pytest.approx([VALUES[0] + VALUES[1]] * 2)
+
+
+def test_batch_images_are_decoded_on_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that uses one sample at a time has the images of one prompt in memory."""
+    decoded: list[bytes] = []
+    monkeypatch.setattr(worker, "decode", lambda file: decoded.append(file) or decode(file))
+    rows = [{"prompt_image_files": item.prompt.files} for item in SAMPLES]
+    images = worker._batch_keywords({"prompt_images": True}, rows)["prompt_images"]
+    assert not decoded
+    refs = [weakref.ref(image) for image in images[0]]
+    assert images[1][0] is refs[0]() and decoded == FILES[:2]
+    assert [image.size for image in images[2]] == [(6, 6)] and decoded == FILES
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_images_that_exceed_the_memory_have_a_remedy(file: Path) -> None:
+    name = f"{file}:single"
+    large = encoded(Image.new("RGB", (9000, 9000)))
+    pool = FunctionPool([name], None, 1, LIMIT_S, memory_mib=128)
+    try:
+        result = asyncio.run(judge_single(pool, [name], sample("e.0", large)))[name]
+    finally:
+        pool.close()
+    assert result.value is None
+    assert result.failure.endswith("Fix: raise rewards.memory_mib, or use prompt_image_files instead of prompt_images")
+
+
 def test_pairwise_judges_receive_images(pool: FunctionPool) -> None:
     comparisons = judge.comparisons(SAMPLES[:2], "both", 0)
     calls = [pool.call(judge.NAME, *item.arguments, columns=item.columns) for item in comparisons]
@@ -114,8 +158,8 @@ def test_pairwise_judges_receive_images(pool: FunctionPool) -> None:
 
 
 def test_images_are_sent_only_to_functions_that_name_them(pool: FunctionPool, file: Path) -> None:
-    assert pool.image_functions == [f"{file}:single", f"{file}:batch", f"{file}:files", judge.NAME]
-    assert pool.columns.keys() == {"row"}
+    assert pool.image_functions == [f"{file}:single", f"{file}:batch", f"{file}:files", f"{file}:changes", judge.NAME]
+    assert pool.columns == {"prompt_images": None, "prompt_image_files": None, "row": f"{file}:blind"}
     row = {"prompt_image_files": (b"file",), "level": 1}
     assert pool._sent(f"{file}:blind", row) == {"level": 1} and pool._sent(f"{file}:single", row) == row
 

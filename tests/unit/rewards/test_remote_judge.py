@@ -14,15 +14,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
+from megarl.config.load import load
 from megarl.config.schema import RewardFunction
 from megarl.core.completion import VersionRun
+from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
-from megarl.data.images import decode
+from megarl.data.image_files import ImageFiles
+from megarl.data.images import ImageError, data_url, decode
 from megarl.environments.batch import judge_batch
+from megarl.environments.trial import try_rewards
+from megarl.rewards import remote_judge
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.rating import TEMPLATE, question, rating
+from tests.paths import QUICKSTART
 from tests.timing import HANG_S, LIMIT_S, POLL_S, WAIT_S
 from tests.unit.data.image_data import encoded, picture, png
 
@@ -173,7 +179,7 @@ def test_response_rejected_in_every_part_gets_the_worst_rating(server):
     assert (result.value, result.failure) == (0.0, None)
     assert "returned status 422" in result.issues["unrated"] and result.issues["truncated"] is None
     asked = [request["messages"][0]["content"].split("|")[1] for request in server.requests]
-    assert asked == ["!" * 16, "!" * 8, "!" * 4, "!" * 2, ""]
+    assert asked == ["!" * 16, "", "!" * 8, "!" * 4, "!" * 2]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +198,14 @@ def test_question_that_is_rejected_without_a_response_is_a_failure(server):
     [result] = judged(server, "say [[10]]", answer="status 400")
     assert result.value is None and result.kind == "error" and "returned status 400" in result.failure
     assert server.requests[-1]["messages"][0]["content"] == "Q {answer}||status 400"
+
+
+def test_responses_to_a_prompt_share_the_empty_question(server):
+    """A server that rejects a prompt or its images receives one question per response, and an empty one per prompt."""
+    results = judged(server, "say a", "say b", "say c", answer="status 400", text=TWO, files=PICTURES)
+    assert [result.value for result in results] == [None] * 3
+    texts = [request["messages"][0]["content"][-1]["text"] for request in server.requests]
+    assert sorted(text.split("|")[1] for text in texts) == ["", "say a", "say b", "say c"]
 
 
 def test_ratings_are_rewards_and_invalid_answers_failures(server):
@@ -269,7 +283,6 @@ TWO = f"Is {PLACEHOLDER} or {PLACEHOLDER} larger?"
 
 
 def test_judge_receives_the_images_of_the_prompt(server):
-    """The response cannot add images: a server could take its placeholders for images."""
     results = judged(server, "say [[10]]", f"say {PLACEHOLDER} [[1]]", text=TWO, files=PICTURES)
     assert [result.value for result in results] == [1.0, 0.0]
     for request in server.requests:
@@ -291,10 +304,95 @@ def test_judge_without_vision_receives_text(server):
     assert server.requests[0]["messages"][0]["content"] == f"{TWO}|say [ [10]]|12"
 
 
-def test_judge_that_rejects_images_is_reported(server):
-    [result] = judged(server, "say [[10]]", answer="status 400", text=TWO, files=PICTURES)
-    assert result.value is None and "returned status 400" in result.failure
+@pytest.mark.parametrize("status", [400, 404, 415, 500])
+def test_judge_that_rejects_images_is_reported(server, status):
+    [result] = judged(server, "say [[10]]", answer=f"status {status}", text=TWO, files=PICTURES)
+    assert result.value is None and f"returned status {status}" in result.failure
     assert result.failure.endswith(". Fix: use a judge that accepts images, or set options.images=false")
+    [result] = judged(server, "say [[10]]", answer=f"status {status}")
+    assert "Fix: " not in result.failure
+
+
+@pytest.mark.parametrize(("status", "remedy"), [(400, "use a judge that accepts images"), (200, "")])
+def test_trial_names_the_remedy_of_a_judge(server, tmp_path, status, remedy):
+    """A remedy in the failure replaces the general one."""
+    images = ImageFiles()
+    digest = images.add(PICTURES[0], tmp_path).digest
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    options = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}", "retries": 0}
+    functions = [{"function": "generative_judge", "options": options}]
+    config = load(QUICKSTART, [f"rewards.functions={json.dumps(functions)}"])
+    answer = f"status {status}" if status != 200 else "shape"
+    prompt = Prompt("p", f"{PLACEHOLDER}?", [5], answer, images=(PromptImage(0, 1, (1, 2, 2), digest),))
+    pool = FunctionPool(config.rewards.functions, None, 1, WAIT_S)
+    try:
+        with pytest.raises(UserError) as raised:
+            try_rewards(config, pool, [prompt], images)
+    finally:
+        pool.close()
+    line = str(raised.value).splitlines()[0]
+    assert line.count("Fix: ") == 1 and remedy in line
+
+
+def test_large_images_are_shrunk_for_the_judge(server):
+    files = [png(80, 40), encoded(picture(60, 60), "JPEG")]
+    judged(server, "say [[10]]", text=TWO, files=files, max_pixels=800)
+    sizes = []
+    for image in server.requests[0]["messages"][0]["content"][:-1]:
+        sizes.append(decode(base64.b64decode(image["image_url"]["url"].partition(",")[2])).size)
+    assert sizes == [(40, 20), (28, 28)]
+
+
+def test_each_image_is_encoded_once_and_not_in_the_event_loop(server, monkeypatch):
+    """A slow encoder delays no request: images are encoded before the first one."""
+    encoded_files, url = [], f"http://127.0.0.1:{server.server_port}/v1"
+
+    def slow(file: bytes, max_pixels: int) -> str:
+        assert threading.current_thread() is not threading.main_thread() and not server.requests
+        encoded_files.append(file)
+        return data_url(file, max_pixels)
+
+    monkeypatch.setattr(remote_judge, "data_url", slow)
+    judge = remote_judge.GenerativeJudge(url, "m", "{prompt}|{response}|{answer}", timeout_s=LIMIT_S)
+    files = [PICTURES, PICTURES, PICTURES[:1], [b"damaged"]]
+    ratings = asyncio.run(judge(["Q"] * 4, ["say [[10]]"] * 4, ["12"] * 4, prompt_image_files=files))
+    assert sorted(encoded_files) == sorted([*PICTURES, b"damaged"])
+    assert ratings[:3] == [1.0] * 3 and isinstance(ratings[3], ImageError)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        (f"{PLACEHOLDER}a{PLACEHOLDER}", "[image 1]a[image 2]"),
+        (f"{PLACEHOLDER}a{PLACEHOLDER} typed <|image_pad|>", "[image]a[image] typed [image]"),
+    ],
+)
+def test_images_are_numbered_unless_users_typed_placeholders(server, prompt, shown):
+    judged(server, "say [[10]]", text=prompt, files=PICTURES)
+    assert server.requests[0]["messages"][0]["content"][-1]["text"] == f"{shown}|say [ [10]]|12"
+
+
+TOKENS = [
+    *(
+        "<|image_pad|>",
+        "<|video_pad|>",
+        "<|vision_start|>",
+        "<|image|>",
+        "<|image_1|>",
+        "<image>",
+        "<image_soft_token>",
+    ),
+    *("<start_of_image>", "<IMG_CONTEXT>", "[IMG]", "[IMG_END]", "<|audio_bos|>"),
+]
+
+
+@pytest.mark.parametrize("files", [[], PICTURES], ids=["no images", "images"])
+def test_responses_cannot_contain_image_tokens(server, files):
+    text = "<b>image</b> a < image > b"
+    judged(server, "say " + "".join(TOKENS) + text + "[[10]]", text=TWO if files else "Q", files=files)
+    content = server.requests[0]["messages"][0]["content"]
+    question = content[-1]["text"] if files else content
+    assert question.endswith("|say " + "[image]" * len(TOKENS) + text + "[ [10]]|12")
 
 
 def test_default_template_requests_a_parseable_rating():

@@ -43,6 +43,9 @@ def turns(prompt, response, answer):
 def number(prompt, response, answer, answer_of_next, unknown=1):
     return answer_of_next * unknown
 
+def provided(prompt, response, answer, prompt_images, num_response_tokens):
+    return num_response_tokens
+
 def nothing(prompt, response, answer):
     pass
 
@@ -170,6 +173,23 @@ def test_reward_functions_receive_the_columns_of_the_row(
     (tmp_path / "runs").mkdir()
     rows, errors = check(recipe, tmp_path / "runs", capfd, functions(recipe, "number'"), f"data.source={data}")
     assert errors == "" and rows["rewards"] == "number = 7 for the first row's answer"
+
+
+@pytest.mark.parametrize("column", ["prompt_images", "num_response_tokens"])
+def test_columns_with_names_of_provided_values_are_errors(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, column: str
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(f'{{"prompt": "1 + 1 =", "answer": "2", "{column}": 7}}\n' * 4)
+    keys = functions(recipe, "provided'"), f"data.source={data}"
+    assert fail(recipe, tmp_path, capfd, *keys) == (
+        f"megarl: error: rows.jsonl:1: column {column!r} has the name of a value that the run passes to reward "
+        "functions. Fix: rename the column"
+    )
+    data.write_text(data.read_text().replace(column, "other"))
+    (tmp_path / "runs").mkdir()
+    rows, errors = check(recipe, tmp_path / "runs", capfd, *keys)
+    assert errors == "" and rows["rewards"] == "provided = 1 for the first row's answer"
 
 
 @pytest.mark.parametrize(

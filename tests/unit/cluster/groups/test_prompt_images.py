@@ -74,7 +74,6 @@ def calls(file: Path) -> list[str]:
 
 
 def test_images_are_scored_in_steps_and_evaluations(worker: RewardWorker, tmp_path: Path) -> None:
-    """An image that several samples share is fetched once for all of them."""
     wide, high = Ref(png(30, 2)), Ref(png(4, 5, seed=1))
     refs = {"0.0.0": [wide, high], "0.0.1": [wide, high], "1.0.0": [high], "2.0.0": []}
     samples = [sample(name, found) for name, found in refs.items()]
