@@ -130,10 +130,11 @@ def test_environments_may_have_images() -> None:
     played = ("environment.class=calculator", "model.vision=true")
     assert recipe(*played, "rewards.functions=[]", "data.max_pixels=9000").trains_on_images
     assert not recipe(*played, "rewards.functions=[]", "data.chat_template=false").trains_on_images
-    assert recipe(*played, "reward_model.path=m", "rewards.functions=[]").has_reward_model
+    assert recipe(*played, "rewards.functions=[]", "teachers.models=[{name: a, path: x, feedback: environment}]")
     evaluated = f"evaluation.sets=[{SET}, environment: {{class: calculator}}}}]"
     config = recipe("model.vision=true", evaluated, "data.max_pixels=9000")
     assert config.may_have_images and not config.trains_on_images
+    assert recipe("model.vision=true", evaluated, "reward_model.path=m").has_reward_model
 
 
 @pytest.mark.parametrize(("rows", "objective"), [("messages", "sft"), ("preferences", "dpo")])
