@@ -53,6 +53,7 @@ class ImageReader:
 
     Attributes:
         token: id of the model's image placeholder.
+        threads: threads that decode images, shared by all rollouts.
     """
 
     processor: ImageProcessor
