@@ -114,8 +114,7 @@ def put_sample(sample: AnySample, images: dict[str, ray.ObjectRef] | None = None
     separate objects.
 
     Args:
-        images: references to encoded images by digest, which are used and added to. Samples that share it share
-            objects.
+        images: cache of references by digest, updated in place. Pass the same dict to store equal images once.
     """
     import ray
 
@@ -128,7 +127,10 @@ def put_sample(sample: AnySample, images: dict[str, ray.ObjectRef] | None = None
             known[image.digest] = ray.put(image.file)
         files.append(known[image.digest] if isinstance(image.file, bytes) else image.file)
     found = SampleRef.of(sample, ray.put(sample.without_files))
-    return found if None in files else replace(found, prompt_images=tuple(files))
+    if not any(file is not None for file in files):
+        return found
+    assert None not in files, f"sample {sample.id} has images with and without files"
+    return replace(found, prompt_images=tuple(files))
 
 
 def put_samples(samples: Sequence[AnySample]) -> list[SampleRef]:

@@ -281,12 +281,17 @@ class Config(Section):
     @property
     def trains_on_images(self) -> bool:
         """Whether training samples may contain images, in the prompts or from an environment."""
-        return self.data.image_column is not None or (self.model.vision and self.has_environment)
+        from_environment = self.model.vision and self.has_environment and self.data.chat_template
+        return self.data.image_column is not None or from_environment
 
     @property
     def may_have_images(self) -> bool:
         """Whether samples of the run or of its evaluation sets may contain images."""
-        return self.trains_on_images or any(item.image_column for item in self.evaluation.sets)
+        sets = self.evaluation.sets
+        played = [item.chat_template for item in sets if item.environment and item.environment.name]
+        from_environment = any(self.data.chat_template if is_set is None else is_set for is_set in played)
+        has_column = any(item.image_column for item in sets)
+        return self.trains_on_images or has_column or (self.model.vision and from_environment)
 
     @property
     def teachers_see_feedback(self) -> bool:

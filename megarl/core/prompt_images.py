@@ -34,14 +34,14 @@ class PromptImage:
 
 
 def with_files(images: Sequence[PromptImage], files: Sequence[Any]) -> tuple[PromptImage, ...]:
-    """Return the images with these values of PromptImage.file, one per image."""
+    """Set PromptImage.file of each image."""
     return tuple(replace(image, file=file) for image, file in zip(images, files, strict=True))
 
 
 def expand(
     token_ids: Sequence[int], token: int, images: Sequence[PromptImage]
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """Return the token ids with one placeholder per feature instead of one per image, and the images at their starts.
+    """Expand each placeholder to one per feature. Return the ids and the images with their starts set.
 
     Args:
         token_ids: ids in which the placeholder `token` occurs once per image.

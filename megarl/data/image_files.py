@@ -71,9 +71,7 @@ class ImageFiles:
         """
         source = _source(value, folder)
         if isinstance(source, Path) and not any(map(source.is_relative_to, (folder, *self._folders))):
-            raise ImageError(
-                "it is outside the folder of the data file", "add its folder to data.image_folders, or drop the row"
-            )
+            raise ImageError("it is outside the folder of the data file", "add its folder to data.image_folders")
         if isinstance(source, Path) and (known := self._digests.get(source)) is not None:
             return self._images[known]
         file = _read(source) if isinstance(source, Path) else source
@@ -212,7 +210,7 @@ def content_of_url(url: str) -> bytes:
 
 def _read(path: Path) -> bytes:
     """Return the content of a regular file, but at most MAX_FILE_BYTES + 1 bytes."""
-    fix = "correct the path, or drop the row"
+    fix = "correct the path"
     try:
         with open_regular(path, follow=True) as file:
             return file.read(MAX_FILE_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Images in messages: parts of their contents, and markers in text."""
+"""Images in messages, as content parts or as markers in text."""
 
 from __future__ import annotations
 
@@ -60,13 +60,12 @@ def without_images(prompt: Content) -> Content:
 
 
 def images_in(content: Any) -> list[Mapping[str, Any]]:
-    """Return the image parts of a message's content, which may have any form."""
-    parts = content if isinstance(content, list | tuple) else ()
-    return [part for part in parts if isinstance(part, Mapping) and part.get("type") in ("image", "image_url")]
+    """Return the image parts of a message's content. Accepts any value."""
+    return list(filter(_has_image_type, content)) if isinstance(content, list | tuple) else []
 
 
 def texts_in(content: Any) -> list[str]:
-    """Return the texts of a content; empty for a content that is neither text nor parts."""
+    """Return the texts in a content; [] if it is neither text nor a list of parts."""
     if isinstance(content, str):
         return [content]
     parts = content if isinstance(content, list | tuple) else ()
@@ -87,10 +86,22 @@ def map_texts(content: Any, change: Callable[[str], str]) -> Any:
     ]
 
 
+def map_images(
+    messages: Sequence[Mapping[str, Any]], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the messages with `change` applied to each of their image parts, in order."""
+    return [
+        {**message, "content": [change(part) if _has_image_type(part) else part for part in message["content"]]}
+        if images_in(message["content"])
+        else message
+        for message in messages
+    ]
+
+
 def join_contents(*contents: Any) -> str | list[Any]:
     """Concatenate contents: text or, if any of them has images, a list of parts."""
     if not any(map(images_in, contents)):
-        return "".join(map(str, contents))
+        return "".join("".join(texts_in(c)) if isinstance(c, list | tuple) else str(c) for c in contents)
     joined: list[Any] = []
     for content in contents:
         joined += content if isinstance(content, list | tuple) else [{"type": "text", "text": str(content)}]
@@ -152,6 +163,10 @@ def _plain(part: Mapping[str, Any]) -> dict[str, str]:
     """Return a part with only its type and text. Chat templates treat any part with the key `image` as an image, even
     if it is null."""
     return {"type": "image"} if _is_placeholder(part) else {"type": "text", "text": part["text"]}
+
+
+def _has_image_type(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
 def _is_placeholder(part: Mapping[str, Any]) -> bool:

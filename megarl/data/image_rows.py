@@ -64,29 +64,10 @@ class ImageRows:
     @classmethod
     def of(cls, config: Config, folder: Path) -> ImageRows | None:
         """Return the loader of a data source; None for prompts without images."""
-        return None if config.data.image_column is None else cls.of_model(config, folder)
-
-    @classmethod
-    def of_model(cls, config: Config, folder: Path) -> ImageRows:
-        """Return the loader for a model with a vision tower. Raise a UserError if the model has none."""
-        data = config.data
-        hf_config = read_config(folder)
-        if VISION not in hf_config:
-            raise UserError(
-                f"data.image_column={data.image_column}: model {folder} has no vision tower. Fix: set model.path "
-                "to a vision-language model, or set data.image_column=null"
-            )
-        shape = vision_of(add_vision(hf_config))
-        assert shape is not None, "the config has a vision tower"
-        processor = ImageProcessor.of(folder, data.min_pixels, data.max_pixels)
-        if (shape.patch, shape.temporal_patch, shape.merge) != processor.patch_sizes:
-            raise UserError(
-                f"model.path={folder}: preprocessor_config.json and config.json disagree on patch_size, "
-                f"temporal_patch_size and merge_size: {processor.patch_sizes} and "
-                f"{(shape.patch, shape.temporal_patch, shape.merge)}. Fix: copy both files from the original model"
-            )
-        folders = [Path(os.path.abspath(folder)) for folder in data.image_folders]
-        return cls(data, processor, shape.image_token, ImageFiles(folders))
+        if config.data.image_column is None:
+            return None
+        folders = [Path(os.path.abspath(folder)) for folder in config.data.image_folders]
+        return cls(config.data, *load_processor(config, folder), ImageFiles(folders))
 
     def load(self, rows: Iterator[AnyRow]) -> Iterator[AnyRow]:
         """Yield the rows, with LoadedImages in the order of their placeholders and with a part of type image for each
@@ -156,4 +137,25 @@ class ImageRows:
             image = self.files.add(value, folder)
             return LoadedImage(image, self.processor.grid(image.width, image.height))
         except ImageError as error:
-            raise UserError(f"{place} ({describe(value)}): {error}. Fix: {error.fix}") from None
+            raise UserError(f"{place} ({describe(value)}): {error}. Fix: {error.fix}, or drop the row") from None
+
+
+def load_processor(config: Config, folder: Path) -> tuple[ImageProcessor, int]:
+    """Return the image processor and the id of the image placeholder of the model in this folder. Raise a UserError if
+    it has no vision tower, or its files disagree."""
+    hf_config = read_config(folder)
+    if VISION not in hf_config:
+        raise UserError(
+            f"model.vision=true: model {folder} has no vision tower. Fix: set model.path to a vision-language model, "
+            "or set model.vision=false and data.image_column=null"
+        )
+    shape = vision_of(add_vision(hf_config))
+    assert shape is not None, "the config has a vision tower"
+    processor = ImageProcessor.of(folder, config.data.min_pixels, config.data.max_pixels)
+    if (shape.patch, shape.temporal_patch, shape.merge) != processor.patch_sizes:
+        raise UserError(
+            f"model.path={folder}: preprocessor_config.json and config.json disagree on patch_size, "
+            f"temporal_patch_size and merge_size: {processor.patch_sizes} and "
+            f"{(shape.patch, shape.temporal_patch, shape.merge)}. Fix: copy both files from the original model"
+        )
+    return processor, shape.image_token

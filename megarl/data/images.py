@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,17 +48,15 @@ JPEG_QUALITY = 95
 
 _large_image = Lock()
 
-T = TypeVar("T")
-
 
 class ImageError(ValueError):
     """Raised for an unusable image. The message states the reason; callers prefix the image's description.
 
     Attributes:
-        fix: what the user can do.
+        fix: what the sender of the image can do.
     """
 
-    def __init__(self, reason: str, fix: str = "replace the image, or drop the row") -> None:
+    def __init__(self, reason: str, fix: str = "replace the image") -> None:
         super().__init__(reason)
         self.fix = fix
 
@@ -67,12 +65,31 @@ def decode(file: bytes) -> Image.Image:
     """Return the first frame of an encoded image as RGB, rotated according to its EXIF orientation, and composited onto
     white if transparent, as in vLLM. Raise ImageError if it is damaged or too large, or its format is not one of
     FORMATS."""
-    return _decoded(file, _to_rgb)
+    from PIL import Image, ImageOps
+
+    try:
+        image: Image.Image = Image.open(io.BytesIO(file), formats=FORMATS)
+        _require_size(image)
+        with _large_image if image.width * image.height > LARGE_PIXELS else nullcontext():
+            with suppress(Exception):  # as in vLLM, an image with damaged EXIF data is not rotated
+                image = ImageOps.exif_transpose(image)
+            image.load()
+            _require_size(image)  # some formats choose one of several sizes only on load
+            return _to_rgb(image)
+    except (ImageError, MemoryError):
+        raise
+    except Image.UnidentifiedImageError:
+        raise ImageError(f"it is not an image in a supported format ({', '.join(FORMATS)})") from None
+    except Image.DecompressionBombError:
+        raise ImageError(f"it has more than {MAX_IMAGE_PIXELS} pixels") from None
+    except Exception as error:  # a damaged file can raise almost any exception
+        raise ImageError(f"it cannot be decoded ({' '.join(str(error).split()) or type(error).__name__})") from error
 
 
 def size_of(file: bytes) -> tuple[int, int]:
-    """Decode an image and return its width and height in pixels. Raise the errors of `decode`."""
-    return _decoded(file, lambda image: image.size)
+    """Return the width and height of an image in pixels. Raise the errors of `decode`, so that images with a size can
+    also be decoded for the model."""
+    return decode(file).size
 
 
 def data_url(file: bytes, max_pixels: int) -> str:
@@ -90,28 +107,6 @@ def data_url(file: bytes, max_pixels: int) -> str:
     stream = io.BytesIO()
     image.save(stream, kind, quality=JPEG_QUALITY)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(stream.getvalue()).decode()}"
-
-
-def _decoded(file: bytes, convert: Callable[[Image.Image], T]) -> T:
-    from PIL import Image, ImageOps
-
-    try:
-        image: Image.Image = Image.open(io.BytesIO(file), formats=FORMATS)
-        _require_size(image)
-        with _large_image if image.width * image.height > LARGE_PIXELS else nullcontext():
-            with suppress(Exception):  # as in vLLM, an image with damaged EXIF data is not rotated
-                image = ImageOps.exif_transpose(image)
-            image.load()
-            _require_size(image)  # some formats choose one of several sizes only on load
-            return convert(image)
-    except (ImageError, MemoryError):
-        raise
-    except Image.UnidentifiedImageError:
-        raise ImageError(f"it is not an image in a supported format ({', '.join(FORMATS)})") from None
-    except Image.DecompressionBombError:
-        raise ImageError(f"it has more than {MAX_IMAGE_PIXELS} pixels") from None
-    except Exception as error:  # a damaged file can raise almost any exception
-        raise ImageError(f"it cannot be decoded ({' '.join(str(error).split()) or type(error).__name__})") from error
 
 
 def _require_size(image: Image.Image) -> None:
@@ -193,7 +188,7 @@ class ImageProcessor:
             raise ImageError(
                 f"its size is {width} × {height} pixels, but the model supports aspect ratios of at most "
                 f"{MAX_ASPECT_RATIO}",
-                "crop the image, or drop the row",
+                "crop the image",
             )
         patch, size = self.processor.patch_size, self.processor.size
         rows, columns = smart_resize(

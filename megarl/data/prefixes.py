@@ -85,13 +85,12 @@ class _Tree:
             end = depth + length
             differing |= (routes[depth:end] != other_routes[depth:end]).any(axis=(1, 2))
         stop = depth + (int(differing.argmax()) if differing.any() else length)
-        # Different routes may end the prefix within an image, which has to be in one run.
+        # Routes may diverge inside an image, but a run must contain whole images.
         return min([stop, *(image.start for image in self._samples[one].images if image.start < stop < image.stop)])
 
 
 def _comparable_ids(sample: Sample) -> NDArray[np.int64]:
-    """Return the sample's token ids, in which a negative number that depends on the image replaces the ids of its
-    placeholders."""
+    """Return the token ids with each image's placeholders replaced by a negative hash of its digest."""
     ids = sample.token_ids.astype(np.int64)
     for image in sample.images:
         number = int.from_bytes(hashlib.blake2b(image.digest.encode(), digest_size=7).digest())

@@ -89,7 +89,7 @@ class ChatTokens:
         if not messages:
             raise UserError(f"{self._key}: the conversation has no messages. Fix: begin it with a user message")
         self._require_open_turn(messages)
-        written = self._with_instructions(self._carried(messages))
+        written = self._with_instructions(self._carried(messages), self._instructions)
         text, refusal = self._render(written)
         if text is None:
             raise UserError(
@@ -102,13 +102,14 @@ class ChatTokens:
         """Return the messages with the description of the tools that `begin` renders. If the chat template writes the
         description, it is extracted from the rendered text and stripped of special tokens."""
         if self._template_tools is None:
-            return self._with_instructions(messages)
+            return self._with_instructions(messages, self._typed.text(self._instructions))
         carried = self._carried(messages)
         special = set(self._special.values())
         # Treat each special token as a unit, so that the comparison does not split it.
         unit = re.compile("|".join([*map(re.escape, sorted(special, key=len, reverse=True)), "."]), re.DOTALL)
         texts = (self._render(carried, with_tools=with_tools)[0] or "" for with_tools in (True, False))
         description = "".join(part for part in _inserted(*map(unit.findall, texts)) if part not in special)
+        description = self._typed.text(description)
         return _with_system(messages, description.strip().removeprefix("system").strip())
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
@@ -273,7 +274,7 @@ class ChatTokens:
         if not tools:
             return name or "tagged"
         without, _ = self._render([USER])
-        self._template_tools = [dict(tool) for tool in tools]
+        self._template_tools = [self._typed.mark(tool) for tool in tools]
         text, _ = self._render([USER])
         has_place = text is not None and text != without
         if name is None and has_place and self._native is None:
@@ -284,19 +285,20 @@ class ChatTokens:
             )
         name = name or self._native or "tagged"
         if not has_place or name == "tagged":
-            self._template_tools, self._instructions = None, instructions(tools, name)
+            self._template_tools, self._instructions = None, self._typed.mark(instructions(tools, name))
         return name
 
-    def _with_instructions(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with the tool instructions. They are appended to the system message, which is added if
-        missing. If the template does not support system messages, they precede the first message."""
+    def _with_instructions(self, messages: Sequence[Message], instructions: str) -> list[Message]:
+        """Return the messages with the tool instructions, given with or without marks in special tokens. They are
+        appended to the system message, which is added if missing. If the template does not support system messages,
+        they precede the first message."""
         if not self._instructions:
             return list(messages)
         text, _ = self._render([{"role": "system", "content": self._instructions}, USER])
         if messages[0]["role"] == "system" or (text is not None and self._instructions in text):
-            return _with_system(messages, self._instructions)
+            return _with_system(messages, instructions)
         first, *others = messages
-        return [{**first, "content": join_contents(f"{self._instructions}\n\n", first["content"])}, *others]
+        return [{**first, "content": join_contents(f"{instructions}\n\n", first["content"])}, *others]
 
 
 def _with_system(messages: Sequence[Message], text: str) -> list[Message]:

@@ -65,8 +65,8 @@ class Host:
             ids = None if opening.token_ids is None else list(map(int, opening.token_ids))
             if ids is not None and _have_images(opening.messages):
                 raise TypeError("Opening.token_ids cannot have images. Fix: return only the messages")
-            return {"messages": _plain(opening.messages), "token_ids": ids, "state": _key(opening.state)}
-        return {"messages": None if opening is None else _plain(opening), "token_ids": None, "state": None}
+            return {"messages": await _plain(opening.messages), "token_ids": ids, "state": _key(opening.state)}
+        return {"messages": None if opening is None else await _plain(opening), "token_ids": None, "state": None}
 
     async def _step(self, rollout: str, request: Mapping[str, Any]) -> dict[str, Any]:
         environment, turn = self._environments[rollout], request["turn"]
@@ -86,7 +86,7 @@ class Host:
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
         return {
-            "messages": None if observation is None else _plain(observation),
+            "messages": None if observation is None else await _plain(observation),
             **_rewards(step.reward),
             "done": bool(step.done),
             "as_is": bool(step.as_is),
@@ -120,13 +120,19 @@ def _have_images(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(images_in(message.get("content")) for message in messages)
 
 
-def _plain(messages: Any) -> list[dict[str, Any]]:
+async def _plain(messages: Any) -> list[dict[str, Any]]:
+    """Return `_encoded(messages)`, computed in a thread: encoding images takes time, and calls of other rollouts share
+    the event loop."""
+    return await asyncio.to_thread(_encoded, messages)
+
+
+def _encoded(messages: Any) -> list[dict[str, Any]]:
     """Convert messages to JSON values, with images as data: URLs. Raise TypeError for a message without a role or
     content, and the errors of `with_data_urls`."""
     messages = [dict(message) for message in messages]
     invalid = [message for message in messages if not isinstance(message.get("role"), str) or "content" not in message]
     if invalid:
-        raise TypeError(f"{invalid[0]!r} is not a message. Fix: give each message the keys role and content")
+        raise TypeError(f"{repr(invalid[0])[:200]} is not a message. Fix: give each message the keys role and content")
     messages = with_data_urls(messages)
     if is_deeper(messages, MAX_DEPTH):
         raise TypeError(f"a message is nested deeper than {MAX_DEPTH} levels. Fix: return text")

@@ -1,7 +1,7 @@
 """Images in the messages of environments and agents.
 
-Environments and agents send an image as a data: URL. In the process that runs rollouts, the image's part of a message
-is {"type": "image", "image": DIGEST}, so that messages remain small and equal images are recognized.
+Environments and agents send an image as a data: URL. The rollout process replaces each image part with
+{"type": "image", "image": DIGEST}. This keeps messages small and identifies duplicates.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import asyncio
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,8 +20,8 @@ from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage, expand
 from megarl.data.image_files import content_of_url, data_url
-from megarl.data.image_parts import images_in
-from megarl.data.image_rows import ImageRows
+from megarl.data.image_parts import images_in, map_images
+from megarl.data.image_rows import load_processor
 from megarl.data.images import FORMATS, ImageError, ImageProcessor, size_of
 from megarl.environments.transcript import Context
 
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-MAX_IMAGES, MAX_BYTES = 256, 2**28
-"""Maximum number of different images in a rollout, and their maximum total size in bytes."""
+MAX_IMAGES_PER_ROLLOUT, MAX_BYTES = 256, 2**28
+"""Limits per rollout: number of distinct images, and their total size in bytes."""
+
+MAX_THREADS = 4
+"""Maximum number of threads that decode images. A rollout uses one at a time."""
 
 
 class ImageStore:
@@ -48,19 +53,20 @@ class ImageReader:
 
     Attributes:
         token: id of the model's image placeholder.
+        threads: threads that decode images, shared by all rollouts.
     """
 
     processor: ImageProcessor
     token: int
     store: ImageStore
+    threads: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, MAX_THREADS, "images"))
 
     @classmethod
     def of(cls, config: Config, folder: Path, store: ImageStore) -> ImageReader | None:
         """Return the reader for the model in this folder; None if messages cannot contain images."""
         if not (config.model.vision and config.data.chat_template):
             return None
-        rows = ImageRows.of_model(config, folder)
-        return cls(rows.processor, rows.token, store)
+        return cls(*load_processor(config, folder), store)
 
 
 class RolloutImages:
@@ -68,7 +74,7 @@ class RolloutImages:
 
     def __init__(self, reader: ImageReader | None, prompt: Prompt | None = None):
         """prompt: the data row's prompt, whose images refer to stored images."""
-        self._reader, self._num_bytes = reader, 0
+        self._reader, self._num_bytes, self._reading = reader, 0, asyncio.Lock()
         self._images: dict[str, PromptImage] = {}
         """Images by digest."""
         if prompt is not None:
@@ -79,18 +85,18 @@ class RolloutImages:
         """Whether messages may contain images."""
         return self._reader is not None
 
-    def read(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with digests in place of data: URLs. Decode and store new images. Raise ImageError for an
-        image that cannot be used."""
-        return [
-            {**message, "content": list(map(self._read_part, message["content"]))}
-            if images_in(message["content"])
-            else message
-            for message in messages
-        ]
+    async def read(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with digests in place of data: URLs. Decode and store new images in a thread. Raise
+        ImageError for an image that cannot be used."""
+        if not any(images_in(message["content"]) for message in messages):
+            return messages
+        threads = None if self._reader is None else self._reader.threads
+        async with self._reading:  # an agent may send requests concurrently
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(threads, map_images, messages, self._read_part)
 
     def _read_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        return part if part["type"] == "text" else {"type": "image", "image": self._add(part["image_url"]["url"])}
+        return {"type": "image", "image": self._add(part["image_url"]["url"])}
 
     def _add(self, url: str) -> str:
         """Return the digest of an image."""
@@ -99,33 +105,39 @@ class RolloutImages:
                 "the model does not receive images", "set model.vision=true and data.chat_template=true, or send text"
             )
         if url[:5].lower() != "data:":
-            raise ImageError("its URL is not a data: URL, and images are not downloaded", "send its content")
+            raise ImageError(
+                "its URL is not a data: URL, and images are not downloaded",
+                "send its content as data:image/png;base64,CONTENT",
+            )
         file = content_of_url(url)
         digest = hashlib.sha256(file).hexdigest()
         if digest not in self._images:
-            self._num_bytes += len(file)
-            if len(self._images) >= MAX_IMAGES or self._num_bytes > MAX_BYTES:
+            num_bytes = self._num_bytes + len(file)
+            if len(self._images) >= MAX_IMAGES_PER_ROLLOUT or num_bytes > MAX_BYTES:
                 raise ImageError(
-                    f"the rollout has more than {MAX_IMAGES} different images or {MAX_BYTES} bytes of them",
+                    f"the rollout has more than {MAX_IMAGES_PER_ROLLOUT} different images or {MAX_BYTES} bytes of them",
                     "send fewer or smaller images",
                 )
             processor = self._reader.processor
             grid = processor.grid(*size_of(file))
             stored = self._reader.store.put(file)
             self._images[digest] = PromptImage(0, processor.num_tokens(grid), grid, digest, stored)
+            self._num_bytes = num_bytes
         return digest
+
+    def num_tokens(self, messages: Sequence[Message]) -> int:
+        """Return the number of placeholders of the images in these messages, which contain digests."""
+        parts = (part for message in messages for part in images_in(message["content"]))
+        return sum(self._images[part["image"]].num_tokens for part in parts)
 
     def messages_of(self, prompt: Prompt) -> Sequence[Message]:
         """Return the messages of the data row, with the digests of its images."""
-        if not prompt.images:
-            return prompt.messages
         digests = (image.digest for image in prompt.images)
-        return [
-            {**message, "content": [{**part, "image": next(digests)} if part in found else part for part in content]}
-            if (found := images_in(content := message["content"]))
-            else message
-            for message in prompt.messages
-        ]
+        return (
+            map_images(prompt.messages, lambda part: {**part, "image": next(digests)})
+            if prompt.images
+            else prompt.messages
+        )
 
     async def with_urls(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with data: URLs in place of digests, in the format of the OpenAI API."""
@@ -135,29 +147,21 @@ class RolloutImages:
         assert self._reader is not None, "config rules must reject images without model.vision"
         files = await asyncio.gather(*(self._reader.store.get(self._images[digest].file) for digest in digests))
         urls = dict(zip(digests, await asyncio.to_thread(lambda: list(map(_typed_url, files))), strict=True))
-
-        def part_with_url(part: Mapping[str, Any]) -> Mapping[str, Any]:
-            return {"type": "image_url", "image_url": {"url": urls[part["image"]]}} if "image" in part else part
-
-        return [
-            {**message, "content": list(map(part_with_url, message["content"]))}
-            if images_in(message["content"])
-            else message
-            for message in messages
-        ]
+        return map_images(messages, lambda part: {"type": "image_url", "image_url": {"url": urls[part["image"]]}})
 
     def place(self, token_ids: Sequence[int], messages: Sequence[Message]) -> Context:
-        """Return the token ids of rendered messages with one placeholder per feature, and the images of the messages.
-        Raise a UserError unless the ids have one placeholder per image."""
-        digests = [part["image"] for message in messages for part in images_in(message["content"])]
-        if not digests:
+        """Expand each placeholder to one per feature. Return the token ids with the images at their positions. Raise a
+        UserError unless the ids of these messages have one placeholder per image. Callers limit `num_tokens`."""
+        if self._reader is None:
             return Context(token_ids)
-        assert self._reader is not None, "an image was read without a reader"
+        digests = [part["image"] for message in messages for part in images_in(message["content"])]
         token = self._reader.token
         if (count := list(token_ids).count(token)) != len(digests):
+            fix = "send images in user messages, or use a chat template that supports images in all roles"
+            if count > len(digests):
+                fix = "send images as parts of type image, and use a chat template that adds no other placeholders"
             raise UserError(
-                f"environment: the chat template renders {count} placeholders for {len(digests)} images. Fix: send "
-                "images in user messages, or use a chat template that supports images in all roles"
+                f"environment: the chat template renders {count} placeholders for {len(digests)} images. Fix: {fix}"
             )
         return Context(*expand(token_ids, token, [self._images[digest] for digest in digests]))
 
@@ -191,7 +195,7 @@ class PlacedTokens:
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> Context | None:
         """Return the messages as `Tokens.extend` renders them, or None. Raise a UserError if the chat template drops
         images."""
-        # Only the new messages are searched for placeholders, because a turn may contain them as ordinary tokens.
+        # Search only the new messages for placeholders: a turn may contain them as ordinary tokens.
         token_ids = self.tokens.extend(turn_ids, messages)
         return None if token_ids is None else self.images.place(token_ids, messages)
 

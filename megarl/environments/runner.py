@@ -18,7 +18,6 @@ from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.core.score import ENVIRONMENT
-from megarl.data.image_parts import images_in
 from megarl.data.images import ImageError
 from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
@@ -72,7 +71,8 @@ class Sampler(Protocol):
         stop: Sequence[str] = (),
         images: Sequence[PromptImage] = (),
     ) -> Completion:
-        """Sample a completion for these tokens and the images among them."""
+        """Sample a completion for this context; `images` are the images in it. Errors are the engine's: they fail the
+        run, not the rollout."""
         ...
 
 
@@ -173,8 +173,6 @@ class RolloutRunner:
             await rollout.play(host)
         except HostFailure as error:
             failure = error
-        except UserError as error:  # the chat template rejected the messages
-            failure = HostFailure(str(error))
         finally:  # close the environment even if the rollout was aborted or the engine was lost
             closing_failure = await asyncio.shield(self._close(host, key, rollout.outcome))
         if failure is None and closing_failure is not None and closing_failure.kind != "lost":
@@ -279,7 +277,8 @@ class _Rollout:
             return
         messages = opening["messages"]
         if messages is not None:
-            messages = await self._read_images(messages)
+            with _fails_rollout():
+                messages = await self._images.read(messages)
         elif self._runner.pool.tools and row_messages:
             messages = row_messages  # the row's token ids lack the descriptions of the tools
         self._state = state_of(opening["state"] or messages or row_messages or prompt.token_ids.tolist())
@@ -294,13 +293,6 @@ class _Rollout:
             raise HostFailure(
                 "reset returned no messages, but data.source=environment provides none. Fix: return messages from reset"
             )
-
-    async def _read_images(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the environment's messages with digests in place of images, which a thread decodes."""
-        if not any(images_in(message["content"]) for message in messages):
-            return messages
-        with _fails_rollout():
-            return await asyncio.to_thread(self._images.read, messages)
 
     def _start_sample(
         self,
@@ -360,8 +352,7 @@ class _Rollout:
         """Append the observation. Start a new sample if it replaces the conversation or cannot be appended. Raise
         _ContextFull if the observation is too long. This is not a failure, because the policy's turn may have caused
         it."""
-        messages = step["messages"]
-        messages = await self._read_images(messages)
+        messages = await self._images.read(step["messages"])
         self._state = state_of(step["state"] or messages)
         if step["restart"]:
             context = await self._tokenize(self._tokens.begin, messages)
@@ -388,7 +379,7 @@ class _Rollout:
         """Tokenize messages in a thread, because the event loop serves all rollouts. Raise _ContextFull if they are
         much longer than the context."""
         texts = [text for message in messages for text in texts_of(message)]
-        most = ROOM * self._config.rollout.context_length
+        most = ROOM * self._config.rollout.context_length - self._images.num_tokens(messages)
         if await is_longer(texts, most, partial(num_tokens, self._runner.tokenizer)):
             raise _ContextFull
         return await asyncio.to_thread(tokenize, messages)
@@ -422,8 +413,10 @@ def _fails_rollout() -> Iterator[None]:
     """Convert any exception in the body, such as a tokenizer error, to a HostFailure, which fails only this rollout."""
     try:
         yield
-    except (HostFailure, UserError, _ContextFull):
+    except (HostFailure, _ContextFull):
         raise
+    except UserError as error:  # the chat template rejected the messages
+        raise HostFailure(str(error)) from None
     except ImageError as error:
         raise HostFailure(f"an image of the environment: {error}. Fix: {error.fix}") from None
     except Exception as error:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.data.image_files import data_url
-from megarl.data.image_parts import images_in
+from megarl.data.image_parts import texts_in
 from megarl.data.images import MAX_IMAGE_PIXELS
 
-MAX_IMAGES, MAX_CHARACTERS = 64, 2**27
-"""Maximum number of images in a response of an environment, and maximum total length of their data: URLs."""
+MAX_IMAGES_PER_RESPONSE, MAX_CHARACTERS = 64, 2**27
+"""Limits per response of an environment: number of images, and total length of their data: URLs."""
 
 FORMS = "a Pillow image, the bytes of an encoded image, or a data: URL"
 
@@ -25,22 +25,32 @@ def is_pillow_image(value: Any) -> bool:
 
 
 def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each image in the form {"type": "image_url", "image_url": {"url": "data:…"}}. Raise
-    TypeError for a malformed part in a message with images, and ValueError for too many or too large images."""
+    """Return the messages with each image in the form {"type": "image_url", "image_url": {"url": "data:…"}}. Parts
+    without images are joined to text. Raise TypeError for a malformed part, and ValueError for too many or too large
+    images."""
     number, left = 0, MAX_CHARACTERS
-    converted: list[dict[str, Any]] = []
-    for message in messages:
-        if images := images_in(message["content"]):
-            number += len(images)
-            if number > MAX_IMAGES:
-                raise ValueError(f"the messages have more than {MAX_IMAGES} images. Fix: return fewer images")
-            parts = list(map(_plain, message["content"]))
-            left -= sum(len(part["image_url"]["url"]) for part in parts if part["type"] == "image_url")
+
+    def content_of(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
+        nonlocal number, left
+        converted: list[dict[str, Any]] = []
+        for part in map(_plain, parts):
+            converted.append(part)
+            if part["type"] == "image_url":
+                number, left = number + 1, left - len(part["image_url"]["url"])
+            if number > MAX_IMAGES_PER_RESPONSE:
+                raise ValueError(
+                    f"the messages have more than {MAX_IMAGES_PER_RESPONSE} images. Fix: return fewer images"
+                )
             if left < 0:
                 raise ValueError(f"the images exceed {MAX_CHARACTERS * 3 // 4} bytes. Fix: return smaller images")
-            message = {**message, "content": parts}
-        converted.append(dict(message))
-    return converted
+        return converted if any(part["type"] == "image_url" for part in converted) else "".join(texts_in(converted))
+
+    return [
+        {**message, "content": content_of(message["content"])}
+        if isinstance(message["content"], list | tuple)
+        else dict(message)
+        for message in messages
+    ]
 
 
 def _plain(part: Any) -> dict[str, Any]:
@@ -49,7 +59,7 @@ def _plain(part: Any) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if kind not in ("image", "image_url"):
         raise TypeError(
-            f"{str(part)[:80]!r} is not a part of a message. Fix: use a part of type text, image or image_url"
+            f"{repr(part)[:80]} is not a part of a message. Fix: use a part of type text, image or image_url"
         )
     value = part.get(kind)
     if kind == "image_url" and isinstance(value, Mapping):

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from megarl.core.errors import UserError
 from megarl.data.image_parts import images_in
 from megarl.data.tool_calls import MalformedCall, ToolCall
-from megarl.environments.sent_images import is_pillow_image
+from megarl.environments.sent_images import FORMS, is_pillow_image
 from megarl.usercode.failures import ProcessLost, ServiceUnavailable
 
 Message = Mapping[str, Any]
@@ -152,7 +152,7 @@ async def run(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 def as_content(value: Any) -> Any:
     """Return a tool's result as the content of a message: parts for a Pillow image or a list of parts with images, text
-    for any other value."""
+    for any other value. Raise TypeError for a value that contains images in any other form."""
     if is_pillow_image(value):
         return [{"type": "image", "image": value}]
     if images_in(value) and all(isinstance(part, Mapping) and part.get("type") in part for part in value):
@@ -161,5 +161,14 @@ def as_content(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Return a string as it is, and any other value as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    """Return a string as it is, and any other value as JSON. Raise TypeError if it contains images or bytes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_other)
+
+
+def _other(value: Any) -> str:
+    if isinstance(value, bytes) or is_pillow_image(value):
+        raise TypeError(
+            f"the result contains {type(value).__name__}. Fix: return one Pillow image, or a list of parts of the "
+            f"types text and image, whose images are {FORMS}"
+        )
+    return str(value)

@@ -19,21 +19,20 @@ from megarl.core.sample import Sample
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Token ids that the policy receives, and the images among them. The start of an image counts from the first of
-    these ids."""
+    """Token ids that the policy receives, and the images among them. Image starts are relative to `ids`."""
 
     ids: Sequence[int]
     images: tuple[PromptImage, ...] = ()
 
     def __add__(self, other: Context) -> Context:
-        return Context([*self.ids, *other.ids], (*self.images, *other.images_after(len(self.ids))))
+        return Context([*self.ids, *other.ids], (*self.images, *other.shifted_images(len(self.ids))))
 
-    def images_after(self, num_tokens: int) -> tuple[PromptImage, ...]:
-        """Return the images with starts that count from `num_tokens` ids before the first."""
+    def shifted_images(self, num_tokens: int) -> tuple[PromptImage, ...]:
+        """Return the images with their starts shifted by `num_tokens`."""
         return tuple(replace(image, start=image.start + num_tokens) for image in self.images)
 
     def before(self, end: int) -> Context:
-        """Return the ids before index `end`, which is not within an image."""
+        """Return the context up to index `end`. `end` must not be inside an image."""
         return Context(self.ids[:end], tuple(image for image in self.images if image.stop <= end))
 
     @property
@@ -93,7 +92,7 @@ class Transcript:
 
     def add_context(self, context: Context) -> None:
         """Append tokens that the policy did not sample."""
-        self.images += context.images_after(len(self.ids))
+        self.images += context.shifted_images(len(self.ids))
         self.ids += context.ids
 
     def sample(self, name: str, prompt: Prompt, text: str, rollout_id: str, episode: Episode | None) -> Sample:

@@ -88,7 +88,7 @@ def workload_of(
 def image_features(config: Config, shape: ModelShape) -> float:
     """Return the mean number of image features per prompt; 0 without images."""
     vision = shape.vision
-    if vision is None or config.data.image_column is None:
+    if vision is None or not config.trains_on_images:
         return 0.0
     pixels = max(config.data.min_pixels or 0, min(USUAL_IMAGE, config.data.max_pixels or USUAL_IMAGE))
     return max(1.0, pixels / (vision.patch * vision.merge) ** 2)

@@ -32,9 +32,10 @@ def select_prompt(record: Mapping[str, Any], max_characters: int) -> dict[str, A
 def select_turns(record: Mapping[str, Any], max_characters: int) -> list[dict[str, Any]]:
     """Return the fields of a line's messages that the page shows. The text of each message is shortened to
     `max_characters`."""
-    # Messages cover the whole rollout, but the line has only the images of its own sample. Environments name digests.
+    # Messages cover the whole rollout, but the line has only the images of its own sample. Messages from environments
+    # refer to images by digest.
     images = iter([] if record.get("first_turn") else _images(record))
-    by_digest = {str(image.get("digest")): image for image in [*_images(record), *_observation_images(record)]}
+    by_digest = {i["digest"]: i for key in (PROMPT_IMAGES, OBSERVATION_IMAGES) for i in _with_digest(record, key)}
     messages = record.get("turns") or record.get("messages") or ()
     return [_select_turn(message, max_characters, images, by_digest) for message in messages]
 
@@ -106,9 +107,9 @@ def _images(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return images
 
 
-def _observation_images(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the images in the observations of a line, without malformed ones."""
-    images = record.get(OBSERVATION_IMAGES)
+def _with_digest(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the images under this key of a line, without malformed ones. Their places may be unknown."""
+    images = record.get(key)
     images = [image for image in images if isinstance(image, dict)] if isinstance(images, list) else []
     return [image for image in images if is_plain(image.get("num_tokens"), int) and is_plain(image.get("digest"), str)]
 

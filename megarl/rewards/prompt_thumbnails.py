@@ -95,9 +95,9 @@ def thumbnail_path(rollouts: Path, name: Any) -> Path | None:
 
 
 def write_thumbnails(rollouts: Path, scored: Sequence[tuple[Any, Score]], fetch: Fetch) -> dict[str, str]:
-    """Write thumbnails of the samples' images, and a grid of those in prompts for trackers, unless the disk is full.
-    Existing thumbnails are kept. If a step samples in several rounds, only its first round with images writes
-    thumbnails, which limits their number.
+    """Write thumbnails of the samples' images and, for trackers, a grid of them, unless the disk is full. Existing
+    thumbnails are kept. If a step samples in several rounds, only its first round with images writes thumbnails, which
+    limits their number.
 
     Returns:
         The names of the existing thumbnails relative to the JSONL file, by digest.
@@ -164,10 +164,13 @@ def _write_grid(scored: Sequence[tuple[Sample, Score]], paths: Mapping[str, Path
 
 
 def _grid_rows(scored: Sequence[tuple[Sample, Score]], paths: Mapping[str, Path]) -> Iterator[GridRow]:
-    """Yield one row per group: its prompt's thumbnails, with the group's mean reward below the first one."""
+    """Yield one row per group: thumbnails of the prompt's images and then of those in observations, with the group's
+    mean reward below the first one."""
     for group in groups_of(scored).values():
         prompt = group[0][0].prompt
-        stored = (_read(paths[image.digest]) for image in prompt.images if image.digest in paths)
+        images = [*prompt.images, *(image for sample, _ in group for image in sample.response_images)]
+        digests = dict.fromkeys(image.digest for image in images)
+        stored = (_read(paths[digest]) for digest in digests if digest in paths)
         thumbnails = list(islice((thumbnail for thumbnail in stored if thumbnail is not None), GRID_SAMPLES))
         if not thumbnails:
             continue
@@ -224,8 +227,8 @@ def _image_fields(image: PromptImage, thumbnails: Mapping[str, str]) -> dict[str
 
 
 def _places(prompt: Prompt, decode: Decode) -> list[dict[str, int]]:
-    """Return the span of each image's placeholder in the prompt's text, which may also contain the placeholder as text.
-    Empty if the tokenizer decodes the parts of the prompt differently."""
+    """Return the span of each image's placeholder in the prompt's text. The text may also contain the placeholder
+    literally. Empty if the tokenizer decodes the parts of the prompt differently."""
     ids, text, first, places = prompt.token_ids.tolist(), "", 0, []
     for image in prompt.images:
         text += decode(tuple(ids[first : image.start]))

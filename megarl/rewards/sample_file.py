@@ -2,8 +2,8 @@
 
 The file is in the safetensors format. Its tensors are the samples' arrays and two JSON texts: the prompts, and the
 groups, which refer to prompts by index. Values that JSON cannot represent are encoded as objects with one of the
-keys below. Floats are restored exactly. Encoded images are saved only if the samples contain them, as those of
-environments do, and only once. Images of the data are read from the data again.
+keys below. Floats are restored exactly. Environment samples include their encoded images, each stored once. Images from
+the data set are read from it again.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from megarl.core.prompt import Prompt
 from megarl.core.sample import SampleRef
 from megarl.core.token_batch import Scoring
 from megarl.data.image_files import ImageFiles
-from megarl.data.image_rows import ImageRows, LoadedImage
+from megarl.data.image_rows import ImageRows, LoadedImage, load_processor
 from megarl.data.prompts import PromptSet
 from megarl.models.families import completed
 from megarl.models.folder import read_config
@@ -201,7 +201,7 @@ def synthetic_images(config: Config, folder: Path) -> tuple[list[Prompt], ImageF
     context are left out."""
     from PIL import Image
 
-    rows = ImageRows.of_model(config, folder)
+    rows = ImageRows(config.data, *load_processor(config, folder), ImageFiles())
     text = load_tokenizer(folder).encode(IMAGE_TEXT, add_special_tokens=False)
     prompts = []
     for number, (width, height) in enumerate(IMAGE_SIZES):

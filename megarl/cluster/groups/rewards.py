@@ -323,7 +323,10 @@ def _fetch_images(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, 
 def _with_own_images(refs: Sequence[SampleRef]) -> list[AnySample]:
     """Fetch samples with the images of environments."""
     pairs = zip(get_samples(refs), refs, strict=True)
-    return [fetch_files([with_images(s, r.prompt_images)])[0] if isinstance(s, Sample) else s for s, r in pairs]
+    samples = [with_images(s, r.prompt_images) if isinstance(s, Sample) else s for s, r in pairs]
+    # Fetch all at once, so that samples share the bytes of equal images.
+    fetched = iter(fetch_files([sample for sample in samples if isinstance(sample, Sample)]))
+    return [next(fetched) if isinstance(sample, Sample) else sample for sample in samples]
 
 
 def _images_of(samples: Sequence[SampleRef]) -> PromptImages:
@@ -331,6 +334,11 @@ def _images_of(samples: Sequence[SampleRef]) -> PromptImages:
 
 
 def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:
+    if sample.images:
+        return Unreadable(
+            "the sample has images, which the reward model does not see. Fix: set reward_model.path=null and score "
+            "responses with rewards.functions, such as generative_judge, or use an environment without images"
+        )
     try:
         return reader.read(sample)
     except Unreadable as reason:

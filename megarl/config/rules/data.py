@@ -106,12 +106,14 @@ def images_in_environments_require_chat_template(config: Config) -> Iterator[str
     if config.data.image_column is not None and config.has_environment and not config.data.chat_template:
         yield (
             f"data.image_column={config.data.image_column}: with environment.class={config.environment.name}, images "
-            "need a chat template. Fix: set data.chat_template=true"
+            "require a chat template. Fix: set data.chat_template=true"
         )
 
 
 def images_exclude_text_only_models(config: Config) -> Iterator[str]:
-    if config.may_have_images and config.has_reward_model:
+    # Images of environments are found when a sample is scored.
+    has_column = config.data.image_column is not None or any(item.image_column for item in config.evaluation.sets)
+    if has_column and config.has_reward_model:
         yield (
             f"reward_model.path={config.reward_model.path}: the reward model does not see the images of prompts. Fix: "
             "set reward_model.path=null and score responses with rewards.functions, such as generative_judge, which "

@@ -84,7 +84,7 @@ def images_of_sets_are_read(item: EvaluationSet, of_set: Config) -> Iterator[str
         )
     elif of_set.data.image_column is not None and of_set.has_environment and not of_set.data.chat_template:
         yield (
-            f"evaluation.sets: {item.name}: with environment.class={of_set.environment.name}, images need a chat "
+            f"evaluation.sets: {item.name}: with environment.class={of_set.environment.name}, images require a chat "
             "template. Fix: set data.chat_template=true, image_column: '' or environment: {class: null}"
         )
 

@@ -133,7 +133,7 @@ KEY_REQUIREMENTS = (
     ),
     _if_set("model.vision=true", {"data.image_column": None}),
     KeyRequirement(
-        "data.image_column=images",
+        "data.image_column=images (or an environment with model.vision=true and data.chat_template=true)",
         lambda config: config.may_have_images,
         {"data.image_folders": [], "data.min_pixels": None, "data.max_pixels": None},
     ),

@@ -122,10 +122,9 @@ def feedback_is_on_sampled_responses(config: Config) -> Iterator[str]:
 
 
 def additions_to_prompts_are_text(config: Config) -> Iterator[str]:
+    # Images of environments are found when a teacher scores a sample.
     images = f"data.image_column={config.data.image_column}"
-    if config.data.image_column is None:
-        images = f"model.vision=true with environment.class={config.environment.name}"
-    for teacher in config.teachers.models if config.trains_on_images else ():
+    for teacher in config.teachers.models if config.data.image_column is not None else ():
         additions = {"feedback": teacher.feedback and _names(teacher.feedback), "prompt_column": teacher.prompt_column}
         for key, value in additions.items():
             if value is not None:

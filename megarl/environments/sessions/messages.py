@@ -10,6 +10,7 @@ from typing import Any
 from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.core.text import encodable
 from megarl.data.image_parts import images_in
+from megarl.environments.images import MAX_IMAGES_PER_ROLLOUT
 from megarl.environments.sessions.errors import invalid
 
 Message = Mapping[str, Any]
@@ -21,10 +22,12 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 def read_messages(body: Any) -> list[Message]:
     """Convert a request's messages to the chat template format: content as text or, with images, as parts of the types
     text and image_url; tool arguments as objects; and tool messages with the tool's name. Raise ApiError for malformed
-    messages and for other content."""
+    messages, for other content, and for more than MAX_IMAGES_PER_ROLLOUT images. Agents resend the images of earlier
+    turns, so the limit for one request is the limit for the rollout."""
     if not isinstance(body, list) or not body:
         raise invalid("messages", "messages must be a list with at least one message")
     tool_names: dict[str, str] = {}
+    num_images = 0
     messages: list[Message] = []
     for index, message in enumerate(body):
         param = f"messages[{index}]"
@@ -33,8 +36,13 @@ def read_messages(body: Any) -> list[Message]:
         if not isinstance(message.get("name") or "", str):
             raise invalid(param, f"{param} has a name that is not a string")
         converted: dict[str, Any] = {"role": ROLES[message["role"]], "content": _content(message.get("content"), param)}
-        if converted["role"] not in ("user", "tool") and images_in(converted["content"]):
-            raise invalid(param, f"{param} has an image, but only user and tool messages may contain images")
+        if images := images_in(converted["content"]):
+            num_images += len(images)
+            if num_images > MAX_IMAGES_PER_ROLLOUT:
+                raise invalid("messages", f"more than {MAX_IMAGES_PER_ROLLOUT} images. Send fewer images")
+            if converted["role"] not in ("user", "tool"):
+                reason = "only user and tool messages may contain images. Send the image in a user message"
+                raise invalid(param, f"{param} has an image, but {reason}")
         if converted["role"] == "assistant" and message.get("tool_calls"):
             calls = _list(message["tool_calls"], f"{param}.tool_calls", "a list")
             converted["tool_calls"] = [_tool_call(call, param) for call in calls]
@@ -85,7 +93,8 @@ def _url(image: Any, param: str) -> str:
     if not isinstance(url, str):
         raise invalid(param, f"{param} has an image without a URL. Send {{'url': 'data:image/png;base64,CONTENT'}}")
     if url[:5].lower() != "data:":
-        raise invalid(param, f"{param} has an image whose URL is not a data: URL. Images are not downloaded")
+        reason = "Images are not downloaded. Send its content as data:image/png;base64,CONTENT"
+        raise invalid(param, f"{param} has an image whose URL is not a data: URL. {reason}")
     return url
 
 

@@ -8,6 +8,7 @@ import hmac
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,15 @@ from megarl.environments.images import RolloutImages
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.request import ChatRequest, read_request, tools_key
-from megarl.environments.sessions.session import CLOSED, ChatCompletion, Session, SessionLimits, TokensOf, TurnTokens
+from megarl.environments.sessions.session import (
+    CLOSED,
+    MIN_BYTES,
+    ChatCompletion,
+    Session,
+    SessionLimits,
+    TokensOf,
+    TurnTokens,
+)
 from megarl.environments.text_length import num_tokens
 from megarl.environments.transcript import Part
 
@@ -34,6 +43,10 @@ LARGEST_REQUEST, LONG_REQUEST = 64 * 2**20, 2**18
 """Maximum number of bytes in a request's body, and number of bytes above which a thread parses it. A short context
 lowers the maximum (see `Session.check_num_bytes`)."""
 
+MAX_LARGE_REQUESTS = 4
+"""Maximum number of requests above MIN_BYTES that are received and parsed at the same time. It limits memory: agents
+may send many of up to LARGEST_REQUEST bytes."""
+
 BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""
 
@@ -43,8 +56,8 @@ HEADERS_S = 60.0
 SEND_S = 60.0
 """Seconds within which a client must receive a response."""
 
-IMAGE_BYTES = re.compile(rb"data:[\w/+.-]{,64};base64,[A-Za-z0-9+/=\\]*")
-"""A data: URL in JSON, in which slashes may be escaped."""
+IMAGE_BYTES = re.compile(rb"data:[\w/+.;=\\-]{,64};base64,[A-Za-z0-9+/=\\%]*", re.IGNORECASE)
+"""Matches a data: URL in JSON, where slashes may be escaped. Its content may also be percent-encoded."""
 
 MAX_TOOL_SETS = 128
 """Maximum number of cached renderers, one per distinct set of tools. Each task may have its own tools."""
@@ -71,6 +84,7 @@ class SessionServer:
         self._tokens_of = tokens_of
         self._tokens: dict[str, TurnTokens] = {}
         self._sessions: dict[bytes, Session] = {}
+        self._large_requests = asyncio.Semaphore(MAX_LARGE_REQUESTS)
         self._runner: web.AppRunner | None = None
         self.base_url = ""
         """Base URL for clients, set by `start`."""
@@ -79,7 +93,7 @@ class SessionServer:
         """Listen on a free port at this address."""
         from aiohttp import web
 
-        app = web.Application(client_max_size=LARGEST_REQUEST)
+        app = web.Application()
         app.router.add_post("/v1/chat/completions", self._create_completion)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{name:.+}", self._show_model)
@@ -148,28 +162,32 @@ class SessionServer:
         return response
 
     async def _read(self, request: web.Request, session: Session) -> tuple[ChatRequest, bytes]:
-        """Return a request and the digest of its body. Raise ApiError if it is malformed, too large, or arrives too
-        slowly."""
+        """Return a request, with digests in place of images, and the digest of its body. Raise ApiError if it is
+        malformed, too large, or arrives too slowly."""
         from aiohttp import web
 
         try:
+            num_bytes = request.content_length
+            _require_size(num_bytes or 0)
             if not session.receives_images:
-                session.check_num_bytes(request.content_length or 0)
-            async with asyncio.timeout(BODY_S):
-                data = await request.read()
-            # Parse short requests in the event loop: seeds depend on the order of requests, which threads would change.
-            parse = partial(self._parse, data, session)
-            return await asyncio.to_thread(parse) if len(data) > LONG_REQUEST else parse()
+                session.check_num_bytes(num_bytes or 0)
+            is_large = num_bytes is None or num_bytes > MIN_BYTES  # chunked bodies have no length
+            async with self._large_requests if is_large else nullcontext():
+                async with asyncio.timeout(BODY_S):
+                    data = await _body(request)
+                # Parse short requests in the event loop: seeds depend on the order of requests, which threads would
+                # change.
+                parse = partial(self._parse, data, session)
+                chat, digest = await asyncio.to_thread(parse) if len(data) > LONG_REQUEST else parse()
+                return await session.read_images(chat), digest
         except TimeoutError:
             raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None
-        except web.HTTPRequestEntityTooLarge:
-            raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
         except web.RequestPayloadError as error:
             raise invalid("body", f"the request body cannot be read: {error}") from error
         except (ValueError, RecursionError) as error:
             raise invalid("body", f"the request body is not valid JSON: {error}") from error
 
-    def _parse(self, data: bytes, session: Session) -> tuple[ChatRequest, bytes]:
+    def _parse(self, data: bytearray, session: Session) -> tuple[ChatRequest, bytes]:
         session.check_num_bytes(len(data) - (_num_image_bytes(data) if session.receives_images else 0))
         body = encodable(json.loads(data))
         if is_deeper(body, MAX_DEPTH):
@@ -218,12 +236,28 @@ async def _send(request: web.Request, response: web.StreamResponse, data: bytes)
     return True
 
 
+async def _body(request: web.Request) -> bytearray:
+    """Return the body. `request.read` would keep a copy in the request until the response has been sent."""
+    body = bytearray()
+    async for chunk in request.content.iter_any():
+        body += chunk
+        _require_size(len(body))
+    return body
+
+
+def _require_size(num_bytes: int) -> None:
+    if num_bytes > LARGEST_REQUEST:
+        message = f"the request body exceeds {LARGEST_REQUEST} bytes. Send less text, or fewer or smaller images"
+        raise ApiError(413, "request_too_large", message)
+
+
 def _is_connected(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()
 
 
-def _num_image_bytes(data: bytes) -> int:
-    """Return the number of bytes in the images of a request. The parser copies them without parsing them."""
+def _num_image_bytes(data: bytearray) -> int:
+    """Return the number of bytes in the images of a request. They are excluded from the limit because the JSON parser
+    only copies them."""
     return sum(match.end() - match.start() for match in IMAGE_BYTES.finditer(data))
 
 

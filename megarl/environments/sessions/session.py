@@ -8,14 +8,13 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.schema import Config
 from megarl.core.completion import Completion
 from megarl.core.errors import UserError
-from megarl.data.image_parts import images_in
 from megarl.data.images import ImageError
 from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.environments.images import PlacedTokens, RolloutImages, Tokens
@@ -131,6 +130,9 @@ class Session:
         task = self._completions[digest]
         # A closed connection must not cancel the turn, because the client may retry the request.
         await asyncio.wait([task])
+        # An agent may send rejected requests in a loop, and their errors would keep the requests in memory.
+        if (task.cancelled() or task.exception() is not None) and self._completions.get(digest) is task:
+            del self._completions[digest]
         if task.cancelled():
             raise CLOSED
         error = task.exception()
@@ -158,8 +160,7 @@ class Session:
         try:
             tokens = self._tokens_of(request.tools)
             key, max_turns = tools_key(request.tools), self.limits.max_turns
-            messages = await self._read_images(request.messages)
-            slot = await self.recording.reserve(PlacedTokens(tokens, self._images), key, messages, max_turns)
+            slot = await self.recording.reserve(PlacedTokens(tokens, self._images), key, request.messages, max_turns)
             if not slot.ids:
                 self.recording.release(slot)
                 raise invalid("messages", "the messages have no tokens")
@@ -185,9 +186,16 @@ class Session:
     def receives_images(self) -> bool:
         return self._images.are_supported
 
+    async def read_images(self, request: ChatRequest) -> ChatRequest:
+        """Return the request with digests in place of images. Raise ApiError for an image that cannot be used."""
+        try:
+            return replace(request, messages=await self._images.read(request.messages))
+        except Exception as error:  # a damaged file can raise almost any exception
+            fix = f". Fix: {error.fix}" if isinstance(error, ImageError) else f" ({type(error).__name__})"
+            raise invalid("messages", f"an image in the messages: {error}{fix}") from None
+
     def check_num_bytes(self, num_bytes: int) -> None:
-        """Raise ApiError if a request body with this many bytes besides images exceeds the context, before the body is
-        parsed."""
+        """Raise ApiError if the body, excluding images, is too large for the context. Called before parsing."""
         most = max(MIN_BYTES, BYTES_PER_TOKEN * self.limits.context_length)
         if num_bytes > most:
             raise self._context_exceeded(f"a request of {num_bytes} bytes, more than {most}")
@@ -199,17 +207,9 @@ class Session:
         texts = [text for message in request.messages for text in texts_of(message)]
         texts += map(json.dumps, request.tools)
         # The template writes at least one token per message.
-        if await is_longer(texts, most - len(request.messages), self._num_tokens):
+        left = most - len(request.messages) - self._images.num_tokens(request.messages)
+        if await is_longer(texts, left, self._num_tokens):
             raise self._context_exceeded(f"more than {most} tokens")
-
-    async def _read_images(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages with digests in place of images, which a thread decodes."""
-        if not any(images_in(message["content"]) for message in messages):
-            return messages
-        try:
-            return await asyncio.to_thread(self._images.read, messages)
-        except ImageError as error:
-            raise invalid("messages", f"an image in the messages: {error}. Fix: {error.fix}") from None
 
     async def _complete(self, slot: TurnSlot, request: ChatRequest) -> Completion:
         limit, seed = self._token_limit(slot), turn_seed(self._seed, slot.number)

@@ -140,6 +140,8 @@ def test_images_of_environments_are_stored_apart_once(monkeypatch):
     assert stored[0] == b"a" and all(image.file is None for sample in stored[1:] for image in sample.images)
     plain = put_samples([samples[0].without_files])[0]
     assert plain.prompt_images == () and stored[-1] == stored[1]
+    with pytest.raises(AssertionError, match="sample 1 has images with and without files"):
+        put_samples([replace(samples[0], response_images=(replace(response, file=None),))])
 
 
 def test_all_objects_of_a_batch_are_fetched_in_one_call(store):

@@ -400,7 +400,7 @@ def test_evaluation_sets_have_their_own_images(folder: Path) -> None:
 def test_models_without_a_tower_are_errors(tmp_path: Path) -> None:
     tiny_vision.tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(UserError, match=r"data.image_column=images: model .* has no vision tower. Fix: set model.path"):
+    with pytest.raises(UserError, match=r"model.vision=true: model .* has no vision tower. Fix: set model.path"):
         load(tmp_path, {"prompt": "Hi", "images": None})
 
 

@@ -49,6 +49,8 @@ UNUSABLE = {
     "huge": lambda: part(Image.new("1", (12_000, 12_000))),
     "thin": lambda: part(Image.new("L", (2000, 4))),
     "base64": lambda: part("data:image/png;base64,!!!"),
+    "untyped": lambda: {"image": FIRST},
+    "input": lambda: {"type": "input_image", "image_url": "data:,"},
 }
 """Fault -> function that returns a part with an unusable image."""
 
@@ -71,6 +73,12 @@ class Screens(Environment):
             return Step(reward=1.0, done=True)
         if self.kind in UNUSABLE:
             return Step([user(text("see "), UNUSABLE[self.kind]())])
+        if self.kind == "pieces":
+            return Step([user(text("one "), text("two"))])
+        if self.kind == "object":
+            return Step([{"role": "user", "content": {"image": "x"}}])
+        if self.kind == "copies":
+            return Step([user(*[part(SECOND)] * (MANY - 1))])
         if self.kind == "many":
             return Step([user(*[part(FIRST)] * MANY)])
         if self.kind == "as is":
@@ -92,6 +100,11 @@ class Camera(Environment):
     def compare(self) -> list[dict]:
         """Return two pictures."""
         return [text("left "), part(FIRST), text(" right "), part(SECOND)]
+
+    @tool
+    def caption(self) -> list:
+        """Return a picture and a text that is not a part."""
+        return [picture(64, 64, 1), "caption"]
 
     @tool
     def rows(self) -> list[dict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +14,23 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megarl.config.load import load
+from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
+from megarl.data.images import ImageError
 from megarl.data.turns import ChatTokens
+from megarl.environments import host, sent_images
 from megarl.environments import images as image_module
 from megarl.environments.hosts import HostPool, host_arguments
-from megarl.environments.images import ImageReader, ImageStore
+from megarl.environments.images import ImageReader, ImageStore, RolloutImages
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from tests import tiny_vision
 from tests.paths import QUICKSTART
 from tests.scripted_policy import ScriptedPolicy, call
 from tests.timing import WAIT_S
 from tests.tiny_vision import EOS_ID, IDS, IMAGE_ID
-from tests.unit.environments.screens import FIRST, LITERAL, SECOND, encoded, picture
+from tests.unit.environments.screens import FIRST, LITERAL, SECOND, encoded, picture, user
 
 SCREENS = Path(__file__).with_name("screens.py")
 TOKENIZER = tiny_vision.tokenizer()
@@ -64,6 +68,10 @@ def ids(*parts: str | bytes | list[int]) -> tuple[list[int], list[PromptImage]]:
 
 def message(role: str, *parts: str | bytes) -> list[str | bytes | list[int]]:
     return [[IDS["<|im_start|>"]], f"{role}\n", *parts, [EOS_ID], "\n"]
+
+
+def shows(image: object) -> dict:
+    return user({"type": "image", "image": image})
 
 
 def prompt(kind: str) -> Prompt:
@@ -171,12 +179,15 @@ FAILURES = {
     "path": f"'/etc/hostname' is not an image. {NOT_AN_IMAGE}",
     "file": f"'file:///etc/hostname' is not an image. {NOT_AN_IMAGE}",
     "empty": f"NoneType is not an image. {NOT_AN_IMAGE}",
-    "damaged": "an image of the environment: it cannot be decoded",
-    "text": "an image of the environment: it is not an image in a supported format",
-    "bomb": "an image of the environment: it has 12000 × 12000 pixels, more than the maximum",
+    "damaged": "an image of the environment: it cannot be decoded (image file is truncated). Fix: replace the image",
+    "text": "JPEG, JPEG2000, PNG, PPM, TIFF, WEBP). Fix: replace the image",
+    "bomb": "it has 12000 × 12000 pixels, more than the maximum of 89478485. Fix: replace the image",
+    "untyped": "is not a part of a message. Fix: use a part of type text, image or image_url",
+    "input": "is not a part of a message. Fix: use a part of type text, image or image_url",
+    "object": "renders 1 placeholders for 0 images. Fix: send images as parts of type image, and use a chat template",
     "huge": "an image has more than 89478485 pixels. Fix: return a smaller image",
-    "thin": "its size is 2000 × 4 pixels, but the model supports aspect ratios of at most 200",
-    "base64": "an image of the environment: its data: URL is not valid base64",
+    "thin": "its size is 2000 × 4 pixels, but the model supports aspect ratios of at most 200. Fix: crop the image",
+    "base64": "(Only base64 data is allowed). Fix: encode the image again",
     "many": "the messages have more than 64 images. Fix: return fewer images",
     "as is": "an observation with as_is=True cannot have images. Fix: set as_is=False",
     "ids": "Opening.token_ids cannot have images. Fix: return only the messages",
@@ -187,13 +198,89 @@ FAILURES = {
 @pytest.mark.parametrize("kind", FAILURES)
 def test_unusable_image_fails_only_its_rollout(folder, kind):
     [sample] = play(folder, kind, says("a"))
-    assert FAILURES[kind] in sample.episode.failure and sample.episode.info.stop_reason == "failed"
+    failure = sample.episode.failure
+    assert FAILURES[kind] in failure and "row" not in failure and sample.episode.info.stop_reason == "failed"
 
 
 def test_images_of_a_rollout_are_limited(folder, monkeypatch):
-    monkeypatch.setattr(image_module, "MAX_IMAGES", 2)
+    monkeypatch.setattr(image_module, "MAX_IMAGES_PER_ROLLOUT", 2)
     [sample] = play(folder, "row", says("a", "b", "c"))
     assert "the rollout has more than 2 different images" in sample.episode.failure
+
+
+def test_only_accepted_images_count_toward_the_limits(folder, monkeypatch):
+    monkeypatch.setattr(image_module, "MAX_BYTES", len(FIRST) + len(SECOND))
+    threads: set[str] = set()
+
+    class Store(ImageStore):
+        def put(self, file: bytes) -> bytes:
+            threads.add(threading.current_thread().name)
+            return file
+
+    images = RolloutImages(ImageReader.of(load(QUICKSTART, ["model.vision=true"]), folder, Store()))
+
+    def read(file: bytes) -> None:
+        asyncio.run(images.read(sent_images.with_data_urls([shows(file)])))
+
+    for damaged in (FIRST[:200], FIRST[:300]):
+        with pytest.raises(ImageError, match="cannot be decoded"):
+            read(damaged)
+    for file in (FIRST, SECOND, FIRST):
+        read(file)
+    with pytest.raises(ImageError, match="bytes of them"):
+        read(ROW)
+    assert {name.rpartition("_")[0] for name in threads} == {"images"}
+
+
+def test_response_of_an_environment_is_limited_in_characters(monkeypatch):
+    messages = [shows(FIRST), shows(FIRST)]
+    [sent, _] = sent_images.with_data_urls(messages)
+    length = len(sent["content"][0]["image_url"]["url"])
+    monkeypatch.setattr(sent_images, "MAX_CHARACTERS", 2 * length)
+    assert len(sent_images.with_data_urls(messages)) == 2
+    monkeypatch.setattr(sent_images, "MAX_CHARACTERS", 2 * length - 1)
+    with pytest.raises(ValueError, match=r"the images exceed .* bytes\. Fix: return smaller images"):
+        sent_images.with_data_urls(messages)
+
+
+def test_images_of_an_environment_are_encoded_in_a_thread():
+    threads = []
+
+    class Picture(Image.Image):
+        def save(self, *args, **kwargs) -> None:
+            threads.append(threading.current_thread())
+            super().save(*args, **kwargs)
+
+    image = Picture()
+    image._im, image._mode, image._size = picture(4, 4).im, "RGB", (4, 4)
+    asyncio.run(host._plain([shows(image)]))
+    assert threads and threads[0] is not threading.main_thread()
+
+
+def test_many_copies_of_an_image_end_the_rollout_early(folder, monkeypatch):
+    """64 copies have 256 tokens, which exceed the context of 60 tokens more than four times."""
+    expanded = []
+    expand = image_module.expand
+    monkeypatch.setattr(image_module, "expand", lambda ids, *rest: expanded.append(len(ids)) or expand(ids, *rest))
+    [sample] = play(folder, "copies", says("a"), "rollout.context_length=60", "rollout.max_new_tokens=40")
+    assert sample.episode.info.stop_reason == "max_tokens" and not expanded
+    assert_equals(sample, *message("user", "Look ", ROW, "!"), TURN, "a", [EOS_ID])
+
+
+def test_parts_without_images_are_joined_to_text(folder):
+    [sample] = play(folder, "pieces", says("a", "b", "c"))
+    first = [*message("user", "Look ", ROW, "!"), TURN, "a", [EOS_ID], "\n"]
+    second = [*message("user", "one two"), TURN, "b", [EOS_ID], "\n"]
+    assert_equals(sample, *first, *second, *message("user", "one two"), TURN, "c", [EOS_ID])
+
+
+@pytest.mark.parametrize("name", ["Screens", "Viewer"])
+def test_image_errors_of_an_engine_are_not_the_environments(folder, name):
+    async def sample(*_, **__):
+        raise UserError("image 1: this node produces grid 1. Fix: install the same Pillow version")
+
+    with pytest.raises(UserError, match="this node produces grid"):
+        play(folder, "row", sample, name=name)
 
 
 @pytest.mark.parametrize("key", ["model.vision=false", "data.chat_template=false"])
@@ -203,6 +290,16 @@ def test_text_policy_refuses_images(folder, key):
     assert "the model does not receive images. Fix: set model.vision=true" in sample.episode.failure
 
 
+def test_placeholder_in_the_description_of_a_tool_is_text():
+    function = {"name": "look", "description": f"Shows {LITERAL}.", "parameters": {"type": "object", "properties": {}}}
+    for tool_format in ("hermes", "tagged"):
+        tokens = ChatTokens(TOKENIZER, [{"type": "function", "function": function}], tool_format)
+        messages = [{"role": "user", "content": "go"}]
+        token_ids = tokens.begin(messages)
+        assert IMAGE_ID not in token_ids and LITERAL in TOKENIZER.decode(token_ids)
+        assert LITERAL in tokens.shown(messages)[0]["content"]
+
+
 def test_template_without_images_in_a_role_is_named(folder):
     tokenizer = tiny_vision.tokenizer()
     old = "{% if part.type == 'image' or 'image' in part %}"
@@ -210,24 +307,25 @@ def test_template_without_images_in_a_role_is_named(folder):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         old, "{% if m.role == 'tool' %}{% elif part.type == 'image' %}"
     )
-    [sample] = play(folder, "row", says(call("look")), HERMES, name="Camera", tokenizer=tokenizer)
+    [sample] = play(folder, "row", says(call("look")), *TOOLS, name="Camera", tokenizer=tokenizer)
     assert "the chat template renders 0 placeholders for 1 images. Fix: send images in user" in sample.episode.failure
 
 
-HERMES = "environment.tool_format=hermes"
+# The tools are described byte by byte.
+TOOLS = ("environment.tool_format=hermes", "rollout.context_length=4000", "rollout.max_new_tokens=2000")
 
 
 def test_tools_return_images(folder):
-    script = [call("look"), call("compare"), call("rows"), "done"]
-    room = ("rollout.context_length=4000", "rollout.max_new_tokens=2000")  # the tools are described byte by byte
-    [sample] = play(folder, "row", says(*script), HERMES, *room, name="Camera")
-    assert sample.episode.info.tool_calls == {"ok": 3} and sample.episode.failure is None
+    script = [call("look"), call("compare"), call("rows"), call("caption"), "done"]
+    [sample] = play(folder, "row", says(*script), *TOOLS, name="Camera")
+    assert sample.episode.info.tool_calls == {"ok": 3, "raised": 1} and sample.episode.failure is None
     looked = encoded(picture(64, 64, 1))
     found = [image.digest for image in sample.images]
     digests = [hashlib.sha256(file).hexdigest() for file in (ROW, FIRST, SECOND)]
     assert [found[0], *found[2:]] == digests
     [tool, *others] = [m["content"] for m in sample.episode.messages if m["role"] == "tool"]
     assert tool == [{"type": "image", "image": found[1]}] and others[1] == '[{"type": "image", "name": "a.png"}]'
+    assert "the result contains Image. Fix: return one Pillow image, or a list of parts" in others[2]
     stored = Image.open(io.BytesIO(sample.images[1].file))
     assert np.array_equal(stored, Image.open(io.BytesIO(looked)))
 

@@ -50,7 +50,7 @@ class Counter(Environment):
         if self._fault in LONG:
             return Step(LONG[self._fault], restart=self._fault == "long restart", as_is=self._fault == "long as is")
         if self._fault == "deep":
-            return Step([{"role": "user", "content": json.loads("[" * 400 + "]" * 400)}])
+            return Step([{"role": "user", "content": json.loads('{"a": ' * 400 + "1" + "}" * 400)}])
         if self._fault == "half":
             return Step("\ud83d turns", reward)
         if self._fault == "feedback":

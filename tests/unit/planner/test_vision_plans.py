@@ -46,6 +46,7 @@ def config_of(folder: Path, *keys: str) -> Config:
         (["data.max_pixels=4096"], 2 * 2),
         (["data.min_pixels=1048576"], 32 * 32),
         (["data.image_column=null", "data.max_pixels=null"], 0),
+        (["data.image_column=null", "environment.class=calculator", "rewards.functions=[]"], 24 * 24),
     ],
 )
 def test_prompts_include_an_image(keys: list[str], features: float, tmp_path: Path) -> None:

@@ -115,6 +115,9 @@ def test_images_in_messages_are_found_by_digest() -> None:
     record = line(5) | {"observation_images": observed, "messages": [{"role": "user", "content": content}]}
     [turn] = select_turns(record, 100)
     assert turn[PARTS][1::2] == [{"num_tokens": 4, "thumbnail": "t"}, {"num_tokens": 5}, {}, {}]
+    placeless = [{"num_tokens": 5, "digest": "d"}]
+    [turn] = select_turns(record | {"prompt_images": placeless}, 100)
+    assert turn[PARTS][1::2] == [{"num_tokens": 4, "thumbnail": "t"}, {"num_tokens": 5}, {}, {}]
     [turn] = select_turns(record | {"observation_images": "text"}, 100)
     assert turn[PARTS][1::2] == [{}, {"num_tokens": 5}, {}, {}]
 

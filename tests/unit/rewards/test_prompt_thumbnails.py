@@ -15,6 +15,7 @@ from megarl.core.score import Score
 from megarl.rewards import prompt_thumbnails
 from megarl.rewards.prompt_thumbnails import THUMBNAILS, thumbnail_path, write_thumbnails
 from megarl.rewards.rollout_file import append_rollouts
+from megarl.rewards.rollout_images import GRID, image_folder
 from tests.prompt_image_run import PLACEHOLDER_TEXT, decode, encoded, prompt, sample
 
 RED, GREEN, BLUE = (200, 10, 30), (10, 180, 40), (20, 30, 190)
@@ -119,6 +120,18 @@ def test_undecodable_image_has_no_thumbnail(tmp_path: Path, data: bytes | None) 
     append_rollouts(file, 1, scored(1, item), decode=decode)
     assert ["thumbnail" in image for image in rows(file)[0]["prompt_images"]] == [True, False]
     assert names_in(tmp_path) == {f"{images[0].digest}.png"}
+
+
+def test_observation_thumbnails_are_limited_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid of the first round, which stops later ones, also shows images in observations."""
+    monkeypatch.setattr(prompt_thumbnails, "MAX_THUMBNAILS", 1)
+    file = tmp_path / "step_000001.jsonl"
+    for first, color in enumerate((RED, GREEN)):
+        observed = prompt("o", encoded(color)).images
+        item = replace(sample(f"1.{first}.0", prompt("p", "go")), response_images=observed)
+        append_rollouts(file, 1, [(item, Score(1, {}))], decode=decode)
+    assert names_in(tmp_path) == {f"{prompt('o', encoded(RED)).images[0].digest}.png"}
+    assert (image_folder(file) / GRID).is_file()
 
 
 def test_number_of_thumbnails_per_step_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

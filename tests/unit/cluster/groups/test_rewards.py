@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 from megarl.cluster.groups import rewards
 from megarl.cluster.groups.rewards import RewardWorker
@@ -23,6 +24,7 @@ from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample, SampleRef
 from megarl.models.run_models import ModelFolders
 from megarl.rewards.finished_files import GroupFile, write_group
+from megarl.rewards.reading import Unreadable
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S, POLL_S, WAIT_S
 
@@ -162,6 +164,28 @@ def test_images_of_environments_are_saved_in_checkpoints(worker, tmp_path, monke
     worker.save_groups([(4, 3, refs)], tmp_path / "rollouts" / "waiting")
     [(_, _, [restored])] = worker.load_groups(tmp_path / "rollouts" / "waiting")
     assert restored == item.with_files([b"a", b"b"])
+
+
+def test_samples_share_the_bytes_of_an_image(monkeypatch):
+    """All images are fetched in one call."""
+    stored = {ray.ObjectRef(bytes([i]) * 28): bytes([i]) * 4 for i in (1, 2)}
+    calls = []
+    monkeypatch.setattr(ray, "get", lambda refs: calls.append(refs) or [bytes(bytearray(stored[ref])) for ref in refs])
+    monkeypatch.setattr(rewards, "get_samples", lambda refs: [ref.sample for ref in refs])
+    a, b = stored
+    images = PromptImage(0, 1, (1, 2, 2), "a"), PromptImage(1, 1, (1, 2, 2), "b")
+    items = [replace(sample(f"3.{k}.0", "x"), prompt=Prompt("p", "", [5, 5], images=images)) for k in range(3)]
+    refs = [replace(SampleRef.of(item, item), prompt_images=(a, b)) for item in items[:2]]
+    *pictured, plain = rewards._with_own_images([*refs, SampleRef.of(items[2], items[2])])
+    files = [[image.file for image in item.images] for item in pictured]
+    assert files == [[b"\1" * 4, b"\2" * 4]] * 2 and plain == items[2]
+    assert len(calls) == 1 and all(one is other for one, other in zip(*files, strict=True))
+
+
+def test_reward_model_does_not_read_images_of_environments():
+    item = replace(sample("3.0.0", "x"), response_images=(PromptImage(0, 1, (1, 2, 2), "a"),))
+    unread = rewards._read(None, item)
+    assert isinstance(unread, Unreadable) and "Fix: set reward_model.path=null" in str(unread)
 
 
 def test_damaged_finished_group_is_skipped(worker, tmp_path, monkeypatch, capsys):

@@ -65,14 +65,14 @@ SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
             ["model.vision=true", "data.image_column=images"],
             "data.image_column=images: has no effect unless data.source=FILE",
         ),
-        (["data.max_pixels=9000"], "data.max_pixels=9000: has no effect unless data.image_column=images. Fix"),
+        (["data.max_pixels=9000"], "data.max_pixels=9000: has no effect unless data.image_column=images (or an"),
         (
             [*VISION, "data.min_pixels=9000", "data.max_pixels=8000"],
             "data.min_pixels=9000: exceeds data.max_pixels=8000. Fix: set data.min_pixels=null",
         ),
         (
             [*VISION, "environment.class=calculator", "rewards.functions=[]", "data.chat_template=false"],
-            "data.image_column=images: with environment.class=calculator, images need a chat template. Fix: set",
+            "data.image_column=images: with environment.class=calculator, images require a chat",
         ),
         (
             [*VISION, "reward_model.path=m", "rewards.functions=[]"],
@@ -100,14 +100,14 @@ SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
                 *(*VISION, "data.chat_template=false"),
                 "evaluation.sets=[{name: set, source: b.jsonl, environment: {class: calculator}}]",
             ],
-            "evaluation.sets: set: with environment.class=calculator, images need a chat template. Fix: set",
+            "evaluation.sets: set: with environment.class=calculator, images require a chat",
         ),
         (
             [
                 *("model.vision=true", "environment.class=calculator", "rewards.functions=[]"),
                 *("data.chat_template=false", "evaluation.sets=[{name: set, source: b.jsonl, image_column: images}]"),
             ],
-            "evaluation.sets: set: with environment.class=calculator, images need a chat template. Fix: set",
+            "evaluation.sets: set: with environment.class=calculator, images require a chat",
         ),
     ],
 )
@@ -123,6 +123,18 @@ def test_sets_may_have_images_of_their_own() -> None:
     environment = ("model.vision=true", "environment.class=calculator", "rewards.functions=[]", "data.max_pixels=9000")
     assert recipe(*environment, f"evaluation.sets=[{SET}, image_column: images, environment: {{class: null}}}}]")
     assert recipe(FILE, "data.image_column=images", *environment).trains_on_images
+
+
+def test_environments_may_have_images() -> None:
+    """Whether they have is known only at run time. Qwen3.5 needs model.vision=true even for text."""
+    played = ("environment.class=calculator", "model.vision=true")
+    assert recipe(*played, "rewards.functions=[]", "data.max_pixels=9000").trains_on_images
+    assert not recipe(*played, "rewards.functions=[]", "data.chat_template=false").trains_on_images
+    assert recipe(*played, "rewards.functions=[]", "teachers.models=[{name: a, path: x, feedback: environment}]")
+    evaluated = f"evaluation.sets=[{SET}, environment: {{class: calculator}}}}]"
+    config = recipe("model.vision=true", evaluated, "data.max_pixels=9000")
+    assert config.may_have_images and not config.trains_on_images
+    assert recipe("model.vision=true", evaluated, "reward_model.path=m").has_reward_model
 
 
 @pytest.mark.parametrize(("rows", "objective"), [("messages", "sft"), ("preferences", "dpo")])
