@@ -88,7 +88,7 @@ class ScoredPrompts:
             privileged = {item.id: self.privileged[item.prompt_id] for item in own if self._starts_with_prompt(item)}
         else:
             return own, {}
-        if pictured := next((item for item in own if item.id in privileged and item.image_grids), None):
+        if pictured := next((item for item in own if item.id in privileged and item.patch_grids), None):
             key = "feedback" if self.teacher.feedback is not None else "prompt_column"
             raise UserError(
                 f"teachers.models: {self.teacher.name} with {key}: sample {pictured.id} has images from the "

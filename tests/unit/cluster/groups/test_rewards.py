@@ -19,6 +19,7 @@ from megarl.cluster.groups import rewards
 from megarl.cluster.groups.rewards import RewardWorker
 from megarl.config.load import load
 from megarl.core.completion import CandidateIds, VersionRun
+from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample, SampleRef
@@ -136,9 +137,9 @@ def test_images_of_environments_are_restored(worker, calls, tmp_path, monkeypatc
     """Files contain them, because only the environment had them. The restored samples are not scored again."""
     monkeypatch.setattr(rewards, "put_samples", list)
     image = PromptImage(2, 1, (1, 2, 2), "digest")
-    group = [
-        replace(sample(f"34.0.{i}", "x" * i), prompt=sample("3", "").prompt, response_images=(image,)) for i in range(8)
-    ]
+    episode = Episode(RolloutInfo("done", 1, 1, {}, 0, 0), (None,), {}, None, (), 0, True)
+    own = dict(prompt=sample("3", "").prompt, response_images=(image,), episode=episode)
+    group = [replace(sample(f"34.0.{i}", "x" * i), **own) for i in range(8)]
     images = {item.id: [b"encoded"] for item in group}
 
     async def first():

@@ -131,7 +131,7 @@ def test_later_samples_of_a_rollout_are_skipped() -> None:
 
 
 def test_images_with_privileged_prompts_are_errors() -> None:
-    pictured = replace(played(ROWS[0], 0, (7, 0)), image_grids=((1, 2, 2),))
+    pictured = replace(played(ROWS[0], 0, (7, 0)), patch_grids=((1, 2, 2),))
     message = "teachers.models: t with prompt_column: sample p0.0 has images from the environment"
     scored = ScoredPrompts.of(Teacher(name="t", prompt_column="hint"), DATA, load(BASE, KEYS))
     with pytest.raises(UserError, match=message):
