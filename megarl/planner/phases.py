@@ -44,7 +44,7 @@ from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.workload import TextWorkload, Workload
 from megarl.resharding.selection import trains_tower
 
-SPARE_PROCESS_BYTES = 0.29e9
+SPARE_PROCESS_BYTES = 0.294e9
 """Host memory of a spare process, which holds no GPU memory. Measured as the mean PSS of four processes on a machine
 without GPUs: tools/benchmarks/results/spares.json. CUDA libraries add to it."""
 

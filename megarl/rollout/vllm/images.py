@@ -15,12 +15,12 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import vllm.v1.core.sched.output as scheduler_output
 from vllm.config import SchedulerConfig
 from vllm.inputs import MultiModalInput, mm_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
-from vllm.v1.core.sched import output
 
 from megarl.core.prompt_images import PromptImage
 from megarl.data.images import ImageProcessor
@@ -178,7 +178,7 @@ class ReadyImages(BaseMultiModalProcessor[ImageInfo]):
 def keep_patches() -> None:
     """Keep the patches of requests that start with a cached prefix. vLLM does not send the patches of images in the
     prefix to its workers, but a request needs them if it is preempted or if a refit clears the cache."""
-    setattr(output, "strip_covered_mm_data", lambda features, *_args, **_kwargs: features)  # noqa: B010
+    setattr(scheduler_output, "strip_covered_mm_data", lambda features, *_args, **_kwargs: features)  # noqa: B010
 
 
 def accept_patches(model: Any) -> None:

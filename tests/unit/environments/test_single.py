@@ -35,6 +35,5 @@ def test_functions_judge_a_sample_concurrently():
     sample = Sample("s", prompt, [3], [0.0], [True], (VersionRun(0, 1),), "stop", "12")
     results = asyncio.run(judge_single(calls, ["first", "other", "second"], sample))
     assert results == {"first": Result(0.0), "second": Result(1.0)}
-    assert calls.begun == [
-        (name, "7+5?", "12", "12", {"level": 3, "num_response_tokens": 1}) for name in ("first", "second")
-    ]
+    columns = {"level": 3, "prompt_image_files": (), "num_response_tokens": 1}
+    assert calls.begun == [(name, "7+5?", "12", "12", columns) for name in ("first", "second")]
