@@ -190,11 +190,6 @@ def _source(value: Any, folder: Path) -> Path | bytes:
     return Path(os.path.normpath(folder / value))
 
 
-def data_url(file: bytes, media_type: str = "application/octet-stream") -> str:
-    """Return a data: URL with this content."""
-    return f"data:{media_type};base64,{base64.b64encode(file).decode()}"
-
-
 def content_of_url(url: str) -> bytes:
     """Return the content of a data: URL. Raise ImageError if it is malformed."""
     header, comma, content = url.partition(",")

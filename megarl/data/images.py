@@ -41,7 +41,7 @@ PROCESSOR = "Qwen2VLImageProcessor"
 WHITE = (255, 255, 255)
 
 LOSSLESS = ("BMP", "GIF", "PNG", "PPM", "TIFF")
-"""Formats whose images `data_url` writes as PNG files. Other images are usually photos, whose JPEG files are much
+"""Formats whose images `shrunk_url` writes as PNG files. Other images are usually photos, whose JPEG files are much
 smaller."""
 
 JPEG_QUALITY = 95
@@ -92,7 +92,12 @@ def size_of(file: bytes) -> tuple[int, int]:
     return decode(file).size
 
 
-def data_url(file: bytes, max_pixels: int) -> str:
+def data_url(file: bytes, media_type: str = "application/octet-stream") -> str:
+    """Return a data: URL with this content."""
+    return f"data:{media_type};base64,{base64.b64encode(file).decode()}"
+
+
+def shrunk_url(file: bytes, max_pixels: int) -> str:
     """Return an encoded image as a data: URL for a server. The image is decoded as in `decode`, shrunk to at most
     `max_pixels` pixels, and encoded as a PNG or JPEG file without metadata. Raise the errors of `decode`."""
     from PIL import Image
@@ -106,7 +111,7 @@ def data_url(file: bytes, max_pixels: int) -> str:
     image.info.clear()  # Pillow would write the original file's transparency, color profile and comments
     stream = io.BytesIO()
     image.save(stream, kind, quality=JPEG_QUALITY)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return data_url(stream.getvalue(), f"image/{kind.lower()}")
 
 
 def _require_size(image: Image.Image) -> None:

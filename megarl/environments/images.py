@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.core.errors import UserError
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage, expand
-from megarl.data.image_files import content_of_url, data_url
+from megarl.data.image_files import content_of_url
 from megarl.data.image_parts import images_in, map_images
 from megarl.data.image_rows import load_processor
-from megarl.data.images import FORMATS, ImageError, ImageProcessor, size_of
+from megarl.data.images import FORMATS, ImageError, ImageProcessor, data_url, size_of
 from megarl.environments.transcript import Context
 
 if TYPE_CHECKING:

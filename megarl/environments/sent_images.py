@@ -6,9 +6,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.data.image_files import data_url
 from megarl.data.image_parts import texts_in
-from megarl.data.images import MAX_IMAGE_PIXELS
+from megarl.data.images import MAX_IMAGE_PIXELS, data_url
 
 MAX_IMAGES_PER_RESPONSE, MAX_CHARACTERS = 64, 2**27
 """Limits per response of an environment: number of images, and total length of their data: URLs."""

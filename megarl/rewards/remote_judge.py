@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.core.text import encodable
 from megarl.data.image_parts import FOREIGN_PLACEHOLDER, PLACEHOLDER
-from megarl.data.images import data_url
+from megarl.data.images import shrunk_url
 from megarl.rewards.options import BATCH
 from megarl.rewards.rating import TEMPLATE, question, rating, require_answer
 from megarl.rewards.result import TRUNCATED, UNRATED, WORST_RATING, Rating
@@ -161,7 +161,7 @@ class GenerativeJudge:
         """Return the data: URL of each image, or the exception raised for it, as completed tasks. Images are encoded
         before the first request and in threads: requests time out while the event loop is blocked."""
         files = dict.fromkeys(file for files in files_by_sample for file in files)
-        urls = {file: asyncio.create_task(asyncio.to_thread(data_url, file, self._max_pixels)) for file in files}
+        urls = {file: asyncio.create_task(asyncio.to_thread(shrunk_url, file, self._max_pixels)) for file in files}
         await asyncio.gather(*urls.values(), return_exceptions=True)
         return urls
 

@@ -19,7 +19,7 @@ from PIL import Image, ImageCms
 from megarl.core.errors import UserError
 from megarl.core.prompt_images import PromptImage
 from megarl.data import images
-from megarl.data.images import JPEG_QUALITY, MAX_IMAGE_PIXELS, ImageError, ImageProcessor, data_url, decode, size_of
+from megarl.data.images import JPEG_QUALITY, MAX_IMAGE_PIXELS, ImageError, ImageProcessor, decode, shrunk_url, size_of
 from tests import tiny_vision
 from tests.unit.data.image_data import encoded, picture, png
 
@@ -86,7 +86,7 @@ def test_images_are_decoded_as_by_vllm(vllm_images: ModuleType, name: str) -> No
 @pytest.mark.parametrize("name", FILES)
 def test_data_urls_show_the_decoded_pixels(name: str) -> None:
     """To a program that ignores orientation, transparency and animation."""
-    header, _, content = data_url(FILES[name], 200).partition(",")
+    header, _, content = shrunk_url(FILES[name], 200).partition(",")
     shown, expected = Image.open(io.BytesIO(base64.b64decode(content))), decode(FILES[name])
     is_photo = Image.open(io.BytesIO(FILES[name])).format in ("JPEG", "WEBP")
     assert header == f"data:image/{'jpeg' if is_photo else 'png'};base64" and shown.format == header[11:-7].upper()
@@ -102,7 +102,7 @@ def test_data_urls_show_the_decoded_pixels(name: str) -> None:
     [((40, 20), 800, (40, 20)), ((40, 20), 799, (39, 19)), ((40, 20), 200, (20, 10)), ((300, 2), 60, (60, 1))],
 )
 def test_data_urls_shrink_large_images(size: tuple, max_pixels: int, expected: tuple) -> None:
-    content = data_url(png(*size), max_pixels).partition(",")[2]
+    content = shrunk_url(png(*size), max_pixels).partition(",")[2]
     shown = decode(base64.b64decode(content))
     assert shown.size == expected and shown.width * shown.height <= max_pixels
 
@@ -116,7 +116,7 @@ def test_data_urls_have_no_metadata(kind: str) -> None:
     options: dict[str, Any] = {"comment": b"somebody"} if kind == "JPEG" else {}
     file = encoded(picture(20, 10), kind, exif=exif, icc_profile=profile, **options)
     assert b"somebody" in file and Image.open(io.BytesIO(file)).getexif()
-    sent = base64.b64decode(data_url(file, 200).partition(",")[2])
+    sent = base64.b64decode(shrunk_url(file, 200).partition(",")[2])
     image = Image.open(io.BytesIO(sent))
     assert b"somebody" not in sent and not image.getexif() and not {"comment", "icc_profile"} & image.info.keys()
 

@@ -22,7 +22,7 @@ from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.data.image_files import ImageFiles
-from megarl.data.images import ImageError, data_url, decode
+from megarl.data.images import ImageError, decode, shrunk_url
 from megarl.environments.batch import judge_batch
 from megarl.environments.trial import try_rewards
 from megarl.rewards import remote_judge
@@ -350,9 +350,9 @@ def test_each_image_is_encoded_once_and_not_in_the_event_loop(server, monkeypatc
     def slow(file: bytes, max_pixels: int) -> str:
         assert threading.current_thread() is not threading.main_thread() and not server.requests
         encoded_files.append(file)
-        return data_url(file, max_pixels)
+        return shrunk_url(file, max_pixels)
 
-    monkeypatch.setattr(remote_judge, "data_url", slow)
+    monkeypatch.setattr(remote_judge, "shrunk_url", slow)
     judge = remote_judge.GenerativeJudge(url, "m", "{prompt}|{response}|{answer}", timeout_s=LIMIT_S)
     files = [PICTURES, PICTURES, PICTURES[:1], [b"damaged"]]
     ratings = asyncio.run(judge(["Q"] * 4, ["say [[10]]"] * 4, ["12"] * 4, prompt_image_files=files))
