@@ -87,8 +87,8 @@ def decode(file: bytes) -> Image.Image:
 
 
 def size_of(file: bytes) -> tuple[int, int]:
-    """Return the width and height of an image in pixels. Raise the errors of `decode`, so that images with a size can
-    also be decoded for the model."""
+    """Return the width and height of an image in pixels. The image is decoded, so that a damaged one is found here.
+    Raise the errors of `decode`."""
     return decode(file).size
 
 

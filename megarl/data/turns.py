@@ -289,9 +289,9 @@ class ChatTokens:
         return name
 
     def _with_instructions(self, messages: Sequence[Message], instructions: str) -> list[Message]:
-        """Return the messages with the tool instructions, given with or without marks in special tokens. They are
-        appended to the system message, which is added if missing. If the template does not support system messages,
-        they precede the first message."""
+        """Return the messages with these tool instructions, whose special tokens may be marked. They are appended to
+        the system message, which is added if missing. If the template does not support system messages, they precede
+        the first message."""
         if not self._instructions:
             return list(messages)
         text, _ = self._render([{"role": "system", "content": self._instructions}, USER])

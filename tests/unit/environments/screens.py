@@ -108,7 +108,7 @@ class Camera(Environment):
 
     @tool
     def rows(self) -> list[dict]:
-        """Return data whose type is not that of a part."""
+        """Return a list that looks like an image part but contains no image."""
         return [{"type": "image", "name": "a.png"}]
 
 

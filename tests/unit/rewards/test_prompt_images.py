@@ -126,7 +126,7 @@ def test_functions_cannot_change_images_for_other_calls(pool: FunctionPool, file
 
 
 def test_batch_images_are_decoded_on_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that uses one sample at a time has the images of one prompt in memory."""
+    """If a function reads one sample at a time, only one prompt's images are in memory."""
     decoded: list[bytes] = []
     monkeypatch.setattr(worker, "decode", lambda file: decoded.append(file) or decode(file))
     rows = [{"prompt_image_files": item.prompt.files} for item in SAMPLES]
