@@ -42,6 +42,9 @@ from megarl.models.huggingface import Experts
 SETTLE_S = 3.0
 """Seconds after the first failure in which other calls may also fail. The cause is among these failures."""
 
+RAYLET_S = 1.0
+"""Seconds in which a raylet exits after its actors have."""
+
 CAUSE_S = 30.0
 """Maximum time in seconds to wait for the cause if all known errors are consequences, such as closed connections. An
 engine that lost a rank takes several seconds to end its other ranks, and only then reports the loss."""
@@ -245,13 +248,10 @@ class Session:
         refs = [ref for pending in self._pending for ref in pending.unfinished]
         if not ray.wait(refs, timeout=timeout_s)[0]:
             return False
-        self._take(refs, timeout_s=0)
-        return True
-
-    def _take(self, refs: list[ray.ObjectRef], timeout_s: float) -> None:
-        ended, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+        ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for pending in self._pending:
             pending.take(set(ended))
+        return True
 
     def _working(self) -> list[str]:
         """Return the names of the processes with pending calls."""
@@ -324,7 +324,7 @@ class Session:
         self._pending = [
             pending
             for pending in self._pending
-            if not pending.errors and not self._replaceable.keys() & pending.unfinished.values()
+            if not pending.fatal_errors() and not self._replaceable.keys() & pending.unfinished.values()
         ]
         return LostRanks(message)
 
@@ -339,14 +339,20 @@ class Session:
         failing = [pending for pending in self._pending if pending.errors and not pending.lost]
         names = {name for pending in failing for name in pending.errors}
         # The ranks of a model fail together, and the cause is among them. Other processes may run much longer.
-        awaited = failing if names <= self._replaceable.keys() else self._pending
-        self._take([ref for pending in awaited for ref in pending.unfinished], timeout_s=SETTLE_S)
-        self._take([ref for pending in self._pending for ref in pending.unfinished], timeout_s=0)
+        are_ranks = names <= self._replaceable.keys()
+        awaited = failing if are_ranks else self._pending
+        deadline = time.monotonic() + SETTLE_S
+        while any(pending.unfinished for pending in awaited) and (left := deadline - time.monotonic()) > 0:
+            # All ranks are replaced, whichever of them are lost, and those that wait for a lost one never return.
+            if are_ranks and _have_loss(awaited):
+                break
+            self._ended(left)
+        begin = time.monotonic()
         failed = {name for pending in self._pending for name in pending.errors}
         wanted.errors |= self._lost({*self._watched, *self._replaceable}.difference(failed))
-        if any(is_loss(error) for pending in self._pending for error in pending.errors.values()):
+        if _have_loss(self._pending):
             # The actors of a raylet exit before the raylet itself: wait, and check whether Ray is lost.
-            time.sleep(1.0)
+            time.sleep(max(0.0, begin + RAYLET_S - time.monotonic()))
             self._watchdog.check()
 
     def _await_cause(self, wanted: Pending) -> None:
@@ -356,7 +362,7 @@ class Session:
         while time.monotonic() < deadline:
             failing = [pending for pending in self._pending if pending.errors]
             refs = [ref for pending in failing for ref in pending.unfinished]
-            if not refs or any(is_cause(error) for pending in failing for error in pending.errors.values()):
+            if not refs or any(is_cause(error) for pending in failing for error in pending.fatal_errors().values()):
                 return
             if not self._ended(PING_S):
                 wanted.errors |= self._lost({*self._watched, *self._replaceable}.difference(self._working()))
@@ -380,6 +386,10 @@ class Session:
         pings: dict[ray.ObjectRef, str] = {actors[name].__ray_ready__.remote(): name for name in idle}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
         return {pings[ref]: error for ref in answered if (error := outcome(ref)[1]) is not None}
+
+
+def _have_loss(pendings: Sequence[Pending]) -> bool:
+    return any(is_loss(error) for pending in pendings for error in pending.errors.values())
 
 
 def object_store_bytes(

@@ -23,7 +23,7 @@ from megarl.cluster.failure import LostRanks
 from megarl.cluster.object_store import object_store_mib
 from megarl.cluster.pending import Answers, Pending, first, join
 from megarl.cluster.placement import Node, Process
-from megarl.cluster.session import CAUSE_S, SETTLE_S, Session
+from megarl.cluster.session import CAUSE_S, RAYLET_S, SETTLE_S, Session
 from megarl.config.cluster_schema import Timeouts
 from megarl.config.load import load
 from megarl.core.errors import RunFailure, UserError
@@ -234,6 +234,23 @@ def test_loss_waits_for_peers_but_not_for_engines(replaceable: Session, ray: Fak
         results(replaceable, {"trainer-0": Call(2, RESET), "trainer-1": Call(2.5, ActorDiedError())}, "update")
     assert ray.now < 2 + SETTLE_S
     assert sampling.result() == Answers({"engine-0": "samples"}, set())
+
+
+def test_ranks_that_wait_for_a_lost_one_are_not_awaited(replaceable: Session, ray: FakeRay) -> None:
+    calls = {"trainer-0": Call(2, RESET), "trainer-1": Call(2.5, ActorDiedError()), "trainer-2": Call(NEVER)}
+    with pytest.raises(LostRanks, match=r"^update: trainer-1 died."):
+        results(replaceable, calls, "update")
+    assert ray.now == 2.5 + RAYLET_S
+
+
+@pytest.mark.parametrize("seconds", [1, SETTLE_S + 5], ids=["early", "late"])
+def test_tolerated_loss_does_not_hide_that_of_a_rank(replaceable: Session, seconds: float) -> None:
+    """An engine that may fail is lost just before a rank, and other ranks report closed connections first."""
+    engines = {"engine-0": Call(1.9, ActorDiedError()), "engine-1": Call(40, "samples")}
+    rollout = replaceable.submit(engines, "rollout", "rollout", may_fail=["engine-0"])
+    with pytest.raises(LostRanks, match=r"^update: trainer-1 died."):
+        results(replaceable, {"trainer-0": Call(2, RESET), "trainer-1": Call(2 + seconds, ActorDiedError())}, "update")
+    assert rollout.result() == Answers({"engine-1": "samples"}, {"engine-0"})
 
 
 def test_pending_calls_of_lost_ranks_are_forgotten(replaceable: Session, ray: FakeRay) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from megarl.config.load import load
 from megarl.planner.hardware import read_cluster
+from megarl.planner.phases import SPARE_PROCESS_BYTES
 from megarl.planner.plan import plan_recipe
 from megarl.planner.plan_text import table
 from megarl.run.checkpoint_size import checkpoint_bytes
@@ -30,7 +31,8 @@ def test_save_time_of_70_billion_parameters(tmp_path: Path) -> None:
     assert save.copying == pytest.approx(of_node / 8 / (0.74 * 64e9), rel=1e-3)
     assert "GB in 30.9 s at 4 GB/s, in the background" in table(planned)
     copies = "take 247 GB of shared memory on the fullest node, and twice that with a spare node; spare processes take"
-    assert f"copies of the ranks' state {copies} 2.32 GB of host memory" in table(planned)
+    spares = f"{8 * SPARE_PROCESS_BYTES / 1e9:.2f} GB of host memory"
+    assert f"copies of the ranks' state {copies} {spares}" in table(planned)
 
 
 @pytest.mark.parametrize(
