@@ -2,7 +2,7 @@
 
 .venv/bin/python tools/benchmarks/soak.py --out tools/benchmarks/results/soak.json
 
-Needs root and the packages of `make test-cluster`, and takes about 40 minutes.
+Needs root and the packages of `make test-cluster`, and takes about an hour.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.e2e.run import write_recipe
 
 
 def soak(seed: int, number: int | None, vllm: bool) -> dict[str, Any]:
-    """Run the soak, or its first faults, and return its figures. The folder is kept: it has the run's logs."""
+    """Run the soak, or its first faults, and return its figures. The folder with the run's logs is kept."""
     shared = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))  # the only folder in /tmp that emulated machines see
     print(f"seed {seed}, {sum(FAULTS.values())} faults, in {shared}", flush=True)
     write_recipe(shared)
