@@ -179,7 +179,7 @@ class RankBatch:
         def replaced(item: SampleRef) -> SampleRef:
             ids = privileged[item.id]
             beginning = zlib.crc32(item.id.encode()) if isinstance(ids, ScoreRef) else 0
-            return replace(item, num_prompt_tokens=len(ids), beginning=beginning, patch_grids=())
+            return replace(item, num_prompt_tokens=len(ids), beginning=beginning)
 
         batches = cls.split(list(map(replaced, samples)), packing)
         return [

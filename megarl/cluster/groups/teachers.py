@@ -77,8 +77,7 @@ class ScoredPrompts:
         if the teacher sees the samples' own prompts. Omit samples that would exceed rollout.context_length with the
         privileged prompt. If the teacher sees feedback, also omit samples without feedback. If it has a prompt column,
         omit samples that do not start with the row's prompt, and raise a UserError if the first sample of a rollout
-        does not start with it. Also raise a UserError if a sample with a privileged prompt has images. `feedback`:
-        references to prompts with feedback, int32 [P], by teacher and sample id."""
+        does not start with it. `feedback`: references to prompts with feedback, int32 [P], by teacher and sample id."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
         privileged: dict[str, Replacement] = {}
         if self.teacher.feedback is not None:
@@ -88,12 +87,6 @@ class ScoredPrompts:
             privileged = {item.id: self.privileged[item.prompt_id] for item in own if self._starts_with_prompt(item)}
         else:
             return own, {}
-        if pictured := next((item for item in own if item.id in privileged and item.patch_grids), None):
-            key = "feedback" if self.teacher.feedback is not None else "prompt_column"
-            raise UserError(
-                f"teachers.models: {self.teacher.name} with {key}: sample {pictured.id} has images from the "
-                f"environment, but privileged prompts are text. Fix: remove {key}, or use an environment without images"
-            )
         own = [item for item in own if item.id in privileged and self._fits(item, len(privileged[item.id]))]
         return own, {item.id: privileged[item.id] for item in own}
 

@@ -121,19 +121,6 @@ def feedback_is_on_sampled_responses(config: Config) -> Iterator[str]:
         )
 
 
-def additions_to_prompts_are_text(config: Config) -> Iterator[str]:
-    # Images of environments are found when a teacher scores a sample.
-    images = f"data.image_column={config.data.image_column}"
-    for teacher in config.teachers.models if config.data.image_column is not None else ():
-        additions = {"feedback": teacher.feedback and _names(teacher.feedback), "prompt_column": teacher.prompt_column}
-        for key, value in additions.items():
-            if value is not None:
-                yield (
-                    f"teachers.models: {teacher.name} with {key}={value}: not supported for prompts with images "
-                    f"({images}). Fix: {_remove(key, teacher)}"
-                )
-
-
 def _remove(key: str, teacher: Teacher) -> str:
     """Return the remedy for a key that must not be set. A teacher without a path needs one of these keys."""
     return f"remove the teacher {teacher.name}" if teacher.path is None else f"remove {key} from {teacher.name}"
@@ -305,7 +292,6 @@ RULES = (
     feedback_has_a_source,
     feedback_is_the_only_addition,
     feedback_is_on_sampled_responses,
-    additions_to_prompts_are_text,
     prompt_columns_require_rows_of_files,
     prompt_columns_require_checked_rollouts,
     teachers_in_vllm_have_their_own_model,

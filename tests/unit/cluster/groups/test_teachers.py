@@ -130,16 +130,6 @@ def test_later_samples_of_a_rollout_are_skipped() -> None:
         scored.batches([played(row, 0, (7, 1))], packing())
 
 
-def test_images_with_privileged_prompts_are_errors() -> None:
-    pictured = replace(played(ROWS[0], 0, (7, 0)), patch_grids=((1, 2, 2),))
-    message = "teachers.models: t with prompt_column: sample p0.0 has images from the environment"
-    scored = ScoredPrompts.of(Teacher(name="t", prompt_column="hint"), DATA, load(BASE, KEYS))
-    with pytest.raises(UserError, match=message):
-        scored.batches([pictured], packing())
-    own = ScoredPrompts.of(Teacher(name="t", path="x"), DATA, load(BASE, KEYS))
-    assert len(own.batches([pictured], packing())) == 1
-
-
 def test_privileged_prompts_replace_prompts_and_routes(monkeypatch) -> None:
     """The same samples keep their own prompts in other passes of the step."""
     prompt, runs = ROWS[0], (VersionRun(0, 3),)

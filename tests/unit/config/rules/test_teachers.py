@@ -78,7 +78,6 @@ def test_prompts_may_be_trained_on_given_responses() -> None:
 
 SELF = "teachers.models=[{name: hinted, prompt_column: hint}]"
 ROWS = "data.source=rows.jsonl"
-IMAGES = ROWS, "data.image_column=image", "model.vision=true"
 
 
 def test_self_teacher_has_no_devices_of_its_own() -> None:
@@ -177,16 +176,6 @@ def test_null_removes_the_teachers() -> None:
             ["teachers.models=[{name: a, feedback: exact_match}]", *OFFLINE],
             "teachers.models: a with feedback=exact_match: responses are not sampled with data.format=messages, so "
             "there is no feedback on them. Fix: remove the teacher a",
-        ),
-        (
-            ["teachers.models=[{name: a, path: x, feedback: exact_match}]", *IMAGES],
-            "teachers.models: a with feedback=exact_match: not supported for prompts with images (data.image_column="
-            "image). Fix: remove feedback from a",
-        ),
-        (
-            [SELF, *IMAGES],
-            "teachers.models: hinted with prompt_column=hint: not supported for prompts with images (data.image_column="
-            "image). Fix: remove the teacher hinted",
         ),
         (
             ["teachers.models=[{name: a, prompt_column: hint, revision: v1}]", ROWS],
