@@ -12,8 +12,9 @@ from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
 NODE_LOSS_S = 30.0
 """Seconds that Ray's health checks need to detect a lost node. See session.HEALTH_CHECKS."""
 
-SHUTDOWN_S = 3.0
-"""If a node shuts down, Ray exits within this many seconds after the first of the node's processes is lost."""
+SHUTDOWN_S = 6.0
+"""If a node shuts down, Ray exits within this many seconds after the first of the node's processes is lost, even if the
+node is busy."""
 
 
 class Members:
