@@ -103,8 +103,8 @@ def test_spare_takes_over_the_number_of_a_lost_node(
 @pytest.mark.parametrize(
     ("connects", "lost_at", "expected", "until"),
     [
-        (True, None, [], 3.0),  # only a process is lost
-        (False, None, [], 30.0),
+        (True, None, [], module.SHUTDOWN_S),  # only a process is lost
+        (False, None, [], module.NODE_LOSS_S),
         (False, 20.0, [2], 20.0),
         (True, 1.0, [2], 1.0),  # the node shuts down: its processes exit first
     ],
