@@ -57,9 +57,7 @@ def _plain(part: Any) -> dict[str, Any]:
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if kind not in ("image", "image_url"):
-        raise TypeError(
-            f"{repr(part)[:80]} is not a part of a message. Fix: use a part of type text, image or image_url"
-        )
+        raise TypeError(f"{repr(part)[:80]} is not a message part. Fix: use a part of type text, image or image_url")
     value = part.get(kind)
     if kind == "image_url" and isinstance(value, Mapping):
         value = value.get("url")

@@ -53,11 +53,11 @@ MAX_THUMBNAILS = 32
 """Maximum number of thumbnails to write per step."""
 
 MAX_SECONDS = 5.0
-"""Time after which a step starts no further thumbnail, because its scores wait for them. An image may have 89 million
+"""Seconds after which a step starts no further thumbnail: its scores wait for them, and an image may have 89 million
 pixels."""
 
 MAX_THUMBNAIL_BYTES = 2**20
-"""Size above which a file is not a thumbnail."""
+"""Maximum size of a thumbnail's file."""
 
 MAX_KNOWN = 2**14
 """Maximum number of thumbnails to remember."""
@@ -70,7 +70,7 @@ SUFFIXES = (".jpg", ".png")
 _FILE_NAME = re.compile(r"[0-9a-f]{64}\.(jpg|png)")
 
 _KNOWN: dict[Path, None] = {}
-"""Thumbnails that this process has found or written, oldest first. It saves system calls on shared file systems."""
+"""Thumbnails that this process has found or written, oldest first. This cache saves calls to shared file systems."""
 
 Fetch = Callable[[Sequence[PromptImage]], Iterable[tuple[PromptImage, bytes]]]
 """Yields images with their encoded files. Images that are unavailable are skipped."""
@@ -85,8 +85,8 @@ def available_files(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage
 
 
 def thumbnail_path(rollouts: Path, name: Any) -> Path | None:
-    """Return the path of a thumbnail named in a line, or None if megarl does not write such names. A line from another
-    source could name a path outside the folder."""
+    """Return the path of a thumbnail that a line names, or None if megarl does not write such names: a line from
+    another source could name a path outside the folder."""
     folder = rollouts.parent / THUMBNAILS
     if not isinstance(name, str) or not name.startswith(f"{THUMBNAILS}/"):
         return None

@@ -34,7 +34,7 @@ MAX_PIXELS = 2**22
 """Default for the maximum area of an image that a judge receives (2048 × 2048)."""
 
 BLIND = ". Fix: use a judge that accepts images, or set options.images=false"
-"""Remedy for a judge that does not answer questions with images."""
+"""Remedy if the judge does not answer questions with images."""
 
 
 class Rejected(ValueError):
@@ -46,7 +46,7 @@ class Unanswered(ServiceUnavailable):
 
 
 Probes = dict[tuple[str, ...], asyncio.Task[str]]
-"""Judge's answers to questions with empty responses, by images and question."""
+"""The judge's pending or completed answers to questions with empty responses, by images and question."""
 
 
 class GenerativeJudge:
@@ -118,7 +118,7 @@ class GenerativeJudge:
         self._template, self._scale = template, scale
         self._timeout_s, self._concurrency, self._retries = timeout_s, concurrency, retries
         self._sends_images, self._max_pixels = images, max_pixels
-        if not images:  # without the parameter, the process does not receive them
+        if not images:  # the pool sends images only to functions with this parameter
             signature = inspect.signature(self)
             self.__signature__ = signature.replace(parameters=list(signature.parameters.values())[: len(BATCH)])
 
@@ -185,7 +185,7 @@ class GenerativeJudge:
         """
         rejection: Rejected | None = None
         ask = partial(self._ask, client, images)
-        if len(PLACEHOLDER.findall(prompt)) == len(images):  # not if users typed placeholders
+        if len(PLACEHOLDER.findall(prompt)) == len(images):  # equal unless the data contains placeholders as text
             numbers = count(1)
             prompt = PLACEHOLDER.sub(lambda _: f"[image {next(numbers)}]", prompt)
         empty = question(self._template, prompt, "", answer)

@@ -13,8 +13,8 @@ MAX_FEEDBACK = 32_000
 
 def split_feedback(value: Any) -> tuple[Any, str]:
     """Split a reward returned by user code into the reward and its feedback. Only a dict with exactly the keys `reward`
-    and `feedback` contains feedback. Raise a TypeError if the feedback is not text. If it is a number, it is a reward
-    with this name."""
+    and `feedback` contains feedback. If `feedback` is a number, the dict has two named rewards. Raise a TypeError if
+    it is neither a number, text nor None."""
     if not isinstance(value, Mapping) or value.keys() != {"reward", "feedback"}:
         return value, ""
     feedback = value["feedback"]

@@ -122,7 +122,7 @@ def feedback_is_on_sampled_responses(config: Config) -> Iterator[str]:
 
 
 def additions_to_prompts_are_text(config: Config) -> Iterator[str]:
-    # Images of environments are found when a teacher scores a sample.
+    # Whether an environment sends images is known only when a teacher scores a sample.
     images = f"data.image_column={config.data.image_column}"
     for teacher in config.teachers.models if config.data.image_column is not None else ():
         additions = {"feedback": teacher.feedback and _names(teacher.feedback), "prompt_column": teacher.prompt_column}
@@ -135,7 +135,7 @@ def additions_to_prompts_are_text(config: Config) -> Iterator[str]:
 
 
 def _remove(key: str, teacher: Teacher) -> str:
-    """Return the remedy for a key that must not be set. A teacher without a path needs one of these keys."""
+    """Return the remedy for a key that must not be set. A teacher without a path cannot exist without such a key."""
     return f"remove the teacher {teacher.name}" if teacher.path is None else f"remove {key} from {teacher.name}"
 
 

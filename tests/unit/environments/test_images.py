@@ -1,4 +1,4 @@
-"""Rollouts with images in real environment processes: tokens, places of images, and unusable images."""
+"""Rollouts with images in real environment processes: tokens, image positions, and unusable images."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def assert_equals(sample: Sample, *parts: str | bytes | list[int]) -> None:
     assert all(image.start >= len(sample.prompt.token_ids) for image in sample.response_images)
 
 
-def test_images_are_at_their_places_among_the_tokens(folder):
+def test_images_are_at_their_placeholders(folder):
     """The opening, an observation and a turn contain the placeholder as text or as a sampled token."""
     policy = says(f"a{LITERAL}", "b", "c")
     [sample] = play(folder, "extended", policy)
@@ -179,11 +179,11 @@ FAILURES = {
     "path": f"'/etc/hostname' is not an image. {NOT_AN_IMAGE}",
     "file": f"'file:///etc/hostname' is not an image. {NOT_AN_IMAGE}",
     "empty": f"NoneType is not an image. {NOT_AN_IMAGE}",
-    "damaged": "an image of the environment: it cannot be decoded (image file is truncated). Fix: replace the image",
+    "damaged": "an image from the environment: it cannot be decoded (image file is truncated). Fix: replace the image",
     "text": "JPEG, JPEG2000, PNG, PPM, TIFF, WEBP). Fix: replace the image",
     "bomb": "it has 12000 × 12000 pixels, more than the maximum of 89478485. Fix: replace the image",
-    "untyped": "is not a part of a message. Fix: use a part of type text, image or image_url",
-    "input": "is not a part of a message. Fix: use a part of type text, image or image_url",
+    "untyped": "is not a message part. Fix: use a part of type text, image or image_url",
+    "input": "is not a message part. Fix: use a part of type text, image or image_url",
     "object": "renders 1 placeholders for 0 images. Fix: send images as parts of type image, and use a chat template",
     "huge": "an image has more than 89478485 pixels. Fix: return a smaller image",
     "thin": "its size is 2000 × 4 pixels, but the model supports aspect ratios of at most 200. Fix: crop the image",
@@ -243,7 +243,7 @@ def test_response_of_an_environment_is_limited_in_characters(monkeypatch):
         sent_images.with_data_urls(messages)
 
 
-def test_images_of_an_environment_are_encoded_in_a_thread():
+def test_images_from_environments_are_encoded_in_a_thread():
     threads = []
 
     class Picture(Image.Image):

@@ -94,13 +94,13 @@ def test_models_that_do_not_see_images_are_refused(overrides: list[str], message
     check_model(recipe(*VISION, *overrides, *remedy), QWEN3_VL)
 
 
-def test_mtp_layers_beside_a_tower_are_refused() -> None:
+def test_mtp_layers_with_a_tower_are_refused() -> None:
     model = text_config(
         VISION_CONFIGS["Qwen3.5-35B-A3B"]
         | {"text_config": VISION_CONFIGS["Qwen3.5-35B-A3B"]["text_config"] | {"mtp_num_hidden_layers": 1}}
     )
     [line] = model_errors(model, *VISION, "actor.mtp.loss_coefficient=0.1")
-    assert line.endswith("MTP layers are not supported beside a vision tower. Fix: set actor.mtp.loss_coefficient=null")
+    assert line.endswith("MTP layers are not supported with a vision tower. Fix: set actor.mtp.loss_coefficient=null")
     check_model(recipe(*VISION), model)
 
 
