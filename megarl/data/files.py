@@ -123,9 +123,10 @@ def _images(record: Record, column: str | None, prompt: Content, place: str) -> 
     """Return the images in a row's image column; () if the data has no such column."""
     if column is None:
         return ()
-    if not (parts.has_own_images(prompt) and not has_column(record, column)):
-        _require_columns(record, [Column("data.image_column", column, IMAGES_TYPE, parts.is_image)], place)
-    value = column_of(record, column) if has_column(record, column) else None
+    if not has_column(record, column) and parts.has_own_images(prompt):
+        return ()
+    _require_columns(record, [Column("data.image_column", column, IMAGES_TYPE, parts.is_image)], place)
+    value = column_of(record, column)
     images = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if not all(map(parts.is_image, images)):
         raise _wrong_type(place, column, IMAGES_TYPE, value)

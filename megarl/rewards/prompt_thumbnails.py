@@ -135,7 +135,8 @@ def _remember(path: Path) -> None:
 
 
 def _write(rollouts: Path, images: Sequence[PromptImage], fetch: Fetch, paths: dict[str, Path]) -> None:
-    """Write thumbnails and add their paths to `paths`, by digest. Later steps write those not begun in MAX_SECONDS."""
+    """Write thumbnails and add their paths to `paths`, by digest. Images that remain after MAX_SECONDS
+    are left to later steps."""
     deadline = time.monotonic() + MAX_SECONDS
     for image, file in fetch(images):
         with suppress(ImageError):
@@ -146,14 +147,14 @@ def _write(rollouts: Path, images: Sequence[PromptImage], fetch: Fetch, paths: d
             break
 
 
-def _write_thumbnail(rollouts: Path, digest: str, thumbnail: Image) -> Path | None:
-    is_small = max(thumbnail.size) < SMALL_SIDE
+def _write_thumbnail(rollouts: Path, digest: str, image: Image) -> Path | None:
+    is_small = max(image.size) < SMALL_SIDE
     path = thumbnail_path(rollouts, f"{THUMBNAILS}/{digest}{'.png' if is_small else '.jpg'}")
     if path is not None:
-        thumbnail.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
-        thumbnail.info.clear()  # Pillow writes some of the original file's metadata
+        image.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
+        image.info.clear()  # Pillow writes some of the original file's metadata
         options = {"format": "PNG"} if is_small else {"format": "JPEG", "quality": PREVIEW_QUALITY}
-        save_image(thumbnail, path, **options)
+        save_image(image, path, **options)
     return path
 
 

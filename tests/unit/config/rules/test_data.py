@@ -116,7 +116,7 @@ def test_unusable_image_options_are_rejected(overrides: list[str], message: str)
     assert message in line
 
 
-def test_sets_may_have_images_of_their_own() -> None:
+def test_sets_may_have_their_own_images() -> None:
     config = recipe("model.vision=true", f"evaluation.sets=[{SET}, image_column: images}}]", "data.max_pixels=9000")
     assert config.may_have_images and config.data.image_column is None
     assert not recipe(*VISION, f"evaluation.sets=[{SET}, image_column: ''}}]").evaluation.sets[0].image_column

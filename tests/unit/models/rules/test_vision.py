@@ -159,7 +159,7 @@ def test_vision_language_models_are_only_policies() -> None:
 
 
 @pytest.mark.parametrize("keys", [{"megarl_multimodal": 1}, {"megarl_vision": True}])
-def test_files_cannot_set_own_keys(keys: dict[str, Any]) -> None:
+def test_files_cannot_set_internal_keys(keys: dict[str, Any]) -> None:
     whole = VISION_CONFIGS["Qwen3-VL-8B"]
     assert text_config(whole | keys | {"text_config": whole["text_config"] | keys}) == text_config(whole)
     assert text_config(CONFIGS["Qwen3-8B"] | keys) == CONFIGS["Qwen3-8B"]
@@ -178,6 +178,6 @@ def test_files_cannot_set_own_keys(keys: dict[str, Any]) -> None:
         ({"image_token_id": -1}, "image_token_id=-1: expected an integer from 0 to"),
     ],
 )
-def test_wrong_types_in_a_towers_config_are_described(changes: dict[str, Any], problem: str) -> None:
+def test_wrong_types_in_tower_configs_are_described(changes: dict[str, Any], problem: str) -> None:
     found = wrong_type(text_config(VISION_CONFIGS["Qwen3-VL-8B"] | changes))
     assert found is not None and problem in found
