@@ -279,7 +279,7 @@ class _Rollout:
             with _fails_rollout():
                 messages = await self._images.read(messages)
         elif self._runner.pool.tools and row_messages:
-            messages = row_messages  # the row's token ids lack the descriptions of the tools
+            messages = row_messages  # the row's token ids lack the tool descriptions
         self._state = state_of(opening["state"] or messages or row_messages or prompt.token_ids.tolist())
         if messages is not None:
             with _fails_rollout():

@@ -135,8 +135,8 @@ def _remember(path: Path) -> None:
 
 
 def _write(rollouts: Path, images: Sequence[PromptImage], fetch: Fetch, paths: dict[str, Path]) -> None:
-    """Write thumbnails and add their paths to `paths`, by digest. Images that remain after MAX_SECONDS
-    are left to later steps."""
+    """Write thumbnails and add their paths to `paths`, by digest. Images that remain after MAX_SECONDS are
+    left to later steps."""
     deadline = time.monotonic() + MAX_SECONDS
     for image, file in fetch(images):
         with suppress(ImageError):

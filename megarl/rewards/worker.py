@@ -157,8 +157,8 @@ def _batch_keywords(used_columns: Mapping[str, bool], rows: Sequence[Mapping[str
 
 
 class PromptImages(Sequence["tuple[Image.Image, ...]"]):
-    """A tuple with the prompt's images for each sample in a batch. They are decoded on access, because those of a whole
-    step can exceed the memory. Consecutive accesses to samples of the same prompt return the same tuple."""
+    """A tuple with the prompt's images for each sample in a batch. Images are decoded on access, because those of a
+    whole step may not fit into memory. Consecutive accesses to samples of the same prompt return the same tuple."""
 
     def __init__(self, files: Sequence[tuple[bytes, ...]]):
         self._files, self._decode = files, lru_cache(maxsize=1)(_decode)
