@@ -56,13 +56,17 @@ class GenerativeJudge:
     scoring pass run concurrently, and rewards.timeout_s covers all of them. While the server is unavailable, requests
     are retried for up to rewards.outage_s.
 
-    A response never causes a failure. If the judge's answer has no rating within the scale, the response gets the worst
-    one. If the server rejects the question, for example because the response exceeds the judge's context, but accepts
-    an empty response, the response is truncated; if no part is accepted, it gets the worst rating. It also gets the
-    worst rating if the server fails on it with status 500, or does not answer in time, but answers the same question
-    with an empty response. The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If
-    most responses of a step have no rating, or the server also rejects the question with an empty response, scoring
-    these responses fails instead.
+    A response never causes a failure:
+
+    - If the judge's answer has no rating within the scale, the response gets the worst rating.
+    - If the server rejects the question, for example because the response exceeds the judge's context, but accepts it
+      with an empty response, the response is truncated. If no part is accepted, it gets the worst rating.
+    - If the server returns status 500 or does not answer in time, but answers the question with an empty response, the
+      response gets the worst rating.
+
+    The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. Scoring fails for
+    responses whose question the server does not answer even with an empty response, and for all unrated responses if
+    most responses of a step are unrated.
     """
 
     def __init__(
