@@ -173,8 +173,8 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
 
 
 def _compared(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a config without folders, and without the engines and layouts of teachers, which may
-    change. A single source of feedback becomes a list, because older checkpoints contain it as text."""
+    """Return the leaves of a config that must not change: all except folders and the engines and layouts of teachers.
+    A single feedback source becomes a list, because older checkpoints store a string."""
     found = dict(leaves(without_folders(values)))
     teachers = [
         {

@@ -288,8 +288,8 @@ class Config(Section):
     def may_have_images(self) -> bool:
         """Whether samples of the run or of its evaluation sets may contain images."""
         sets = self.evaluation.sets
-        played = [item.chat_template for item in sets if item.environment and item.environment.name]
-        from_environment = any(self.data.chat_template if is_set is None else is_set for is_set in played)
+        templates = [item.chat_template for item in sets if (item.environment or self.environment).name]
+        from_environment = any(self.data.chat_template if value is None else value for value in templates)
         has_column = any(item.image_column for item in sets)
         return self.trains_on_images or has_column or (self.model.vision and from_environment)
 

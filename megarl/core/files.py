@@ -60,7 +60,7 @@ class UnusableFile(UserError):
     """Raised for a path that is not a readable regular file.
 
     Attributes:
-        reason: the reason without the path.
+        reason: what is wrong, without the path.
     """
 
     def __init__(self, path: Path, reason: str, fix: str) -> None:

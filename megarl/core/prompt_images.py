@@ -1,4 +1,4 @@
-"""Images among the tokens of a prompt, or of observations after it."""
+"""Images in prompts and in the observations that follow them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class PromptImage:
     features replace.
 
     Attributes:
-        start: index of the first placeholder among the token ids of prompt and response. In conversations, images may
-            follow the prompt.
+        start: index of the first placeholder among the token ids of prompt and response. Images in observations follow
+            the prompt.
         num_tokens: number of placeholders.
         grid: numbers of patches in time (1), height and width.
         digest: SHA-256 of the encoded image.
-        file: the encoded image, such as a PNG file: bytes in an engine or a rank; a reference to bytes in Ray's object
-            store in a request on the driver; None in data and in stored samples (SampleRef has the references).
+        file: the encoded image, such as a PNG file: its bytes in an engine or a rank; a reference to the bytes in Ray's
+            object store in a request on the driver; None in data and in stored samples (SampleRef has the references).
     """
 
     start: int

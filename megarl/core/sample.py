@@ -211,7 +211,7 @@ class SampleRef:
             image, it has only the part for training.
         pictured: reference to the image's part for rewards; None for a text.
         prompt_images: references to the encoded images of the sample, in the order of Sample.images. They are stored
-            apart from the sample. Without an environment, the tuple is empty until a step takes the sample.
+            separately from the sample. Without an environment, the tuple is empty until a step takes the sample.
         tokens_per_step: LatentSample.num_tokens; 0 for a text.
         step: index of the single trained denoising step to which the reference refers, once an image is dispatched;
             None: the whole sample.

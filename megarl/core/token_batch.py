@@ -37,7 +37,7 @@ class ImageBatch:
         pixels: function that returns the patches of all images, normalized, float32 [P, channels · time · height ·
             width of a patch]. It runs on the helper thread while the device processes the previous microbatch.
         grids: int64 [I, 3], each image's numbers of patches in time, height and width.
-        sources: int64 [F], feature indices in tower output order.
+        sources: int64 [F], index of each feature in the tower's output.
         places: int64 [F], pack position of each feature.
     """
 

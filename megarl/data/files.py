@@ -65,9 +65,9 @@ def file_rows(
 
     Args:
         further: additional columns to include, each mapped to the function or key that requires it, or to None if rows
-            may lack the column. ALL_COLUMNS includes every column but that of the images.
-        image_column: column with images. Messages may then have parts. A row whose prompt has images in its parts may
-            lack the column.
+            may lack the column. ALL_COLUMNS includes every column except `image_column`.
+        image_column: column with images. If set, the content of messages may be a list of parts. A row whose parts
+            contain images may lack the column.
     """
     columns = (
         _prompt(prompt_column, image_column),
@@ -104,7 +104,7 @@ def file_rows(
 
 
 def _without_images(record: Record, prompt_column: str, image_column: str) -> Record:
-    """Return the row without the column of images, and without the images in the parts of its prompt."""
+    """Return the row without its image column and without the images in the parts of its prompt."""
     record = _changed(record, prompt_column, lambda row, name: {**row, name: parts.without_images(row[name])})
     if not has_column(record, image_column):
         return record
@@ -112,7 +112,7 @@ def _without_images(record: Record, prompt_column: str, image_column: str) -> Re
 
 
 def _changed(record: Record, column: str, change: Callable[[Record, str], Record]) -> Record:
-    """Return the row with the struct changed that contains a column, given the column's plain or dotted name."""
+    """Return the row with `change` applied to the struct that contains a column. column: plain or dotted name."""
     if column in record:
         return change(record, column)
     outer, _, inner = column.partition(".")
@@ -120,12 +120,13 @@ def _changed(record: Record, column: str, change: Callable[[Record, str], Record
 
 
 def _images(record: Record, column: str | None, prompt: Content, place: str) -> tuple[Any, ...]:
-    """Return the images in a row's column, if the data has one."""
+    """Return the images in a row's image column; () if the data has no such column."""
     if column is None:
         return ()
-    if not (parts.has_own_images(prompt) and not has_column(record, column)):
-        _require_columns(record, [Column("data.image_column", column, IMAGES_TYPE, parts.is_image)], place)
-    value = column_of(record, column) if has_column(record, column) else None
+    if not has_column(record, column) and parts.has_own_images(prompt):
+        return ()
+    _require_columns(record, [Column("data.image_column", column, IMAGES_TYPE, parts.is_image)], place)
+    value = column_of(record, column)
     images = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if not all(map(parts.is_image, images)):
         raise _wrong_type(place, column, IMAGES_TYPE, value)

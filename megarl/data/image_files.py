@@ -38,7 +38,7 @@ class StoredImage:
 
 
 class ImageFiles:
-    """Returns encoded images by digest.
+    """The encoded images of a data set, by digest.
 
     Image files are read again when needed. Images from data files are copied to an unnamed temporary file in $TMPDIR,
     which is deleted when the process exits. Methods may be called from several threads.
@@ -62,8 +62,8 @@ class ImageFiles:
         return len(self._images)
 
     def add(self, value: Any, folder: Path) -> StoredImage:
-        """Decode an image of a data row. Raise ImageError if it cannot be read or decoded, or is a file in another
-        folder. Symbolic links in these folders may lead to other folders.
+        """Decode and register an image of a data row. Raise ImageError if it cannot be read or decoded, or if it is a
+        file outside the allowed folders. Symbolic links in these folders may lead outside.
 
         Args:
             value: a file path or file: URL, a data: URL, bytes or {bytes, path}.
@@ -120,7 +120,7 @@ class ImageFiles:
         offset = self._num_bytes
         try:
             if self._copies is None:
-                self._copies = tempfile.TemporaryFile()  # noqa: SIM115 (it is open as long as this object exists)
+                self._copies = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as this object exists)
             self._copies.seek(offset)
             self._copies.write(file)
             self._copies.flush()
@@ -146,11 +146,11 @@ class RowImages:
     rows: Sequence[Sequence[PromptImage]]
 
     def num_bytes(self, num_draws: int | None = None, max_repeats: int = 1) -> int:
-        """Return the maximum total size in bytes of the encoded images of drawn rows.
+        """Return an upper bound on the total size, in bytes, of the encoded images of the drawn rows.
 
         Args:
             num_draws: number of drawn rows; None: all rows once.
-            max_repeats: number of times that a row may be drawn.
+            max_repeats: how often a row may be drawn.
         """
         files = self.files
         if files is None:
@@ -158,7 +158,7 @@ class RowImages:
         return self._at_most(lambda image: files.size(image.digest), num_draws, max_repeats)
 
     def num_tokens(self, num_draws: int, max_repeats: int = 1) -> int:
-        """Return the maximum total number of tokens of the images of drawn rows; see `num_bytes`."""
+        """Return an upper bound on the number of image tokens in the drawn rows; see `num_bytes`."""
         return self._at_most(lambda image: image.num_tokens, num_draws, max_repeats)
 
     def _at_most(self, size: Callable[[PromptImage], int], num_draws: int | None, max_repeats: int) -> int:
@@ -168,7 +168,7 @@ class RowImages:
 
 
 def _source(value: Any, folder: Path) -> Path | bytes:
-    """Return the path of an image of a data row without `..`, or its content."""
+    """Return an image's normalized path, or its content if the row contains it."""
     if isinstance(value, Mapping):
         if isinstance(value.get("bytes"), str):
             raise ImageError("its field bytes is text", "write data:image/png;base64,CONTENT")
@@ -204,7 +204,7 @@ def content_of_url(url: str) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a regular file, but at most MAX_FILE_BYTES + 1 bytes."""
+    """Read a regular file. The limit of MAX_FILE_BYTES + 1 bytes lets callers detect files that are too large."""
     fix = "correct the path"
     try:
         with open_regular(path, follow=True) as file:
@@ -218,7 +218,7 @@ def _read(path: Path) -> bytes:
 
 
 def describe(value: Any) -> str:
-    """Return a short description of an image of a data row, for error messages: its path, or its form."""
+    """Describe an image of a data row for error messages: its path, its size or the start of its URL."""
     if isinstance(value, Mapping):
         return describe(value.get("path") or value.get("bytes") or "")
     if isinstance(value, bytes):

@@ -38,7 +38,7 @@ def is_image(value: Any) -> bool:
 
 
 def is_content(value: Any) -> bool:
-    """Return whether a value of the data has the form of a message's content: text or parts."""
+    """Return whether a value is valid content of a message: text or a list of parts."""
     return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(map(_is_part, value)))
 
 
@@ -48,7 +48,7 @@ def has_own_images(prompt: Content) -> bool:
 
 
 def without_images(prompt: Content) -> Content:
-    """Return a prompt of the data whose parts of type image contain no image."""
+    """Return the prompt without the images in its image parts."""
     if isinstance(prompt, str):
         return prompt
     return [
@@ -73,7 +73,7 @@ def texts_in(content: Any) -> list[str]:
 
 
 def map_texts(content: Any, change: Callable[[str], str]) -> Any:
-    """Return a content with `change` applied to each of its `texts_in`, in order."""
+    """Return the content with `change` applied to each text in it, in order."""
     if isinstance(content, str):
         return change(content)
     if not isinstance(content, list | tuple):
@@ -109,12 +109,12 @@ def join_contents(*contents: Any) -> str | list[Any]:
 
 
 def is_text_content(value: Any) -> bool:
-    """Return whether a value of the data has the form of a message's content without images: text or parts."""
+    """Return whether a value is valid content of a message without images: text or a list of text parts."""
     return is_content(value) and (isinstance(value, str) or not any(map(_is_placeholder, value)))
 
 
 def joined(content: Content) -> Content:
-    """Return the content with the texts in the parts of each message joined."""
+    """Join the text parts of each message into one text."""
     if isinstance(content, str):
         return content
     return [
@@ -126,11 +126,11 @@ def joined(content: Content) -> Content:
 
 
 def place_images(prompt: Content, images: Sequence[Any], column: str, place: str) -> tuple[Content, tuple[Any, ...]]:
-    """Return the prompt with one part {"type": "image"} per image in place of its placeholders, and the images in the
-    order of these parts. Raise a UserError unless the prompt has as many placeholders as the row has images.
+    """Replace each placeholder with a part {"type": "image"}. Return the new prompt, and the images in the order of
+    these parts. Raise a UserError unless data.image_column has one image for each placeholder that lacks its own.
 
     Args:
-        images: the images in data.image_column, for the placeholders without an image of their own.
+        images: the images in data.image_column.
         column: the name of this column.
         place: the location of the row, for error messages.
     """

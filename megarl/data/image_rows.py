@@ -1,4 +1,4 @@
-"""The images of data rows: loaded once, and placed among the tokens of their prompts."""
+"""Load the images of data rows and expand their placeholders in prompts."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class ImageRows:
         return cls(config.data, *load_processor(config, folder), ImageFiles(folders))
 
     def load(self, rows: Iterator[AnyRow]) -> Iterator[AnyRow]:
-        """Yield the rows, with LoadedImages in the order of their placeholders and with a part of type image for each
-        of them. Raise a UserError that names the row if an image cannot be used, or if a row's placeholders do not
-        match its images. Print the progress every PROGRESS_S seconds."""
+        """Yield the rows with LoadedImages as `images`, in the order of their placeholders. With a chat template, the
+        placeholders become image parts. Raise a UserError that names the row if an image is unusable, or if a row's
+        placeholders do not match its images. Print progress every PROGRESS_S seconds."""
         num_loaded, printed = 0, time.monotonic()
         with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "images") as pool:
             while batch := list(islice(rows, ROWS_AT_ONCE)):
@@ -113,7 +113,7 @@ class ImageRows:
         for image in placed:
             if mask[image.start]:
                 raise UserError(
-                    f"{place}: a message of the assistant contains an image, but responses are text. Fix: move the "
+                    f"{place}: an assistant message contains an image, but responses must be text. Fix: move the "
                     "image to a message of another role, or drop the row"
                 )
             mask[image.start : image.start + 1] = [False] * image.num_tokens
@@ -123,7 +123,7 @@ class ImageRows:
         place = place_of(row, self.data)
         content, values = row.messages if isinstance(row, MessageRow) else row.prompt, row.images
         if self.data.chat_template:
-            assert self.data.image_column is not None, "the data has no column with images"
+            assert self.data.image_column is not None, "only data with an image column has an image loader"
             content, values = place_images(content, values, self.data.image_column, place)
         else:
             plain(content, place)
@@ -150,7 +150,7 @@ def load_processor(config: Config, folder: Path) -> tuple[ImageProcessor, int]:
             "or set model.vision=false and data.image_column=null"
         )
     shape = vision_of(add_vision(hf_config))
-    assert shape is not None, "the config has a vision tower"
+    assert shape is not None, "add_vision enables the vision tower"
     processor = ImageProcessor.of(folder, config.data.min_pixels, config.data.max_pixels)
     if (shape.patch, shape.temporal_patch, shape.merge) != processor.patch_sizes:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Encoded images as patches for a vision tower."""
+"""Decode images and split them into patches for a vision tower."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def decode(file: bytes) -> Image.Image:
 
 
 def size_of(file: bytes) -> tuple[int, int]:
-    """Return the width and height of an image in pixels. The image is decoded, so that a damaged one is found here.
-    Raise the errors of `decode`."""
+    """Return the width and height of an image in pixels. Decode the whole image, to detect damage. Raise the errors of
+    `decode`."""
     return decode(file).size
 
 
@@ -180,8 +180,7 @@ class ImageProcessor:
 
     @property
     def patch_sizes(self) -> tuple[int, int, int]:
-        """Height and width of a patch in pixels, number of its frames, and number of patches in height and width that
-        are merged into one feature."""
+        """(side of a patch in pixels, frames per patch, number of patches per side that are merged into a feature)."""
         return self.processor.patch_size, self.processor.temporal_patch_size, self.processor.merge_size
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
@@ -211,8 +210,8 @@ class ImageProcessor:
         return self._process(files)["pixel_values"]
 
     def patches_in(self, image: PromptImage) -> NDArray[np.float32]:
-        """Return the patches of an image in a prompt, whose file is here as bytes; see `patches`. Raise a UserError
-        unless they have the grid in the prompt."""
+        """Return the patches of an image whose `file` contains bytes; see `patches`. Raise a UserError if their grid
+        differs from the image's `grid`, which the driver computed."""
         try:
             processed = self._process([image.file])
             grid = tuple(processed["image_grid_thw"][0].tolist())

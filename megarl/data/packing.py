@@ -106,8 +106,8 @@ def bundle(
     lengths: Sequence[Lengths], packing: Packing, max_samples: int | None = None, units: Units | None = None
 ) -> list[Bundle]:
     """Return bundles within the token budget, of at most `max_samples` samples each, unless a single unit has more.
-    Without prompt sharing, each unit of a prompt without images is a bundle, and the others share only their images.
-    Raise a UserError if a single unit exceeds the token budget. Units are never split across microbatches."""
+    Without prompt sharing, each unit is a bundle, except that units of a prompt with images are bundled to share its
+    images. Raise a UserError if a single unit exceeds the token budget. Units are never split across microbatches."""
     bundles: list[_Counts] = []
     unfinished: dict[Hashable, _Counts] = {}
     limit = len(lengths) if max_samples is None else max_samples
@@ -126,7 +126,7 @@ def bundle(
         Bundle(
             tuple(item.samples),
             item.num_tokens,
-            packing.cost.of(item.num_tokens, item.num_scored, item.num_attended) + item.images,
+            packing.cost.of(item.num_tokens, item.num_scored, item.num_attended) + item.image_cost,
         )
         for item in bundles
     ]
@@ -141,7 +141,7 @@ class _Counts:
     num_tokens: int
     num_scored: int
     num_attended: float
-    images: float
+    image_cost: float
 
     @classmethod
     def of(cls, unit: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> _Counts:
@@ -154,8 +154,8 @@ class _Counts:
             num_attended += packing.cost.pairs(total)
         first = lengths[unit[0]]
         prompt_tokens = first.prompt_tokens if packing.shares_prompts else 0
-        images = packing.cost.of_images(first.patch_grids)
-        return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended, images)
+        image_cost = packing.cost.of_images(first.patch_grids)
+        return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended, image_cost)
 
     def has_room(self, other: _Counts, shared_tokens: int, max_samples: int, token_budget: int) -> bool:
         """Return whether `other`, a set of samples of the same prompt, can be added within the limits."""

@@ -121,8 +121,7 @@ def _have_images(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 async def _plain(messages: Any) -> list[dict[str, Any]]:
-    """Return `_encoded(messages)`, computed in a thread: encoding images takes time, and calls of other rollouts share
-    the event loop."""
+    """Run `_encoded` in a thread: encoding images takes time, and other rollouts share the event loop."""
     return await asyncio.to_thread(_encoded, messages)
 
 

@@ -70,7 +70,7 @@ class ImageReader:
 
 
 class RolloutImages:
-    """The images of one rollout."""
+    """The images of one rollout, by digest."""
 
     def __init__(self, reader: ImageReader | None, prompt: Prompt | None = None):
         """prompt: the data row's prompt, whose images refer to stored images."""
@@ -131,7 +131,7 @@ class RolloutImages:
         return sum(self._images[part["image"]].num_tokens for part in parts)
 
     def messages_of(self, prompt: Prompt) -> Sequence[Message]:
-        """Return the messages of the data row, with the digests of its images."""
+        """Return the data row's messages, with a digest in each image part."""
         digests = (image.digest for image in prompt.images)
         return (
             map_images(prompt.messages, lambda part: {**part, "image": next(digests)})
@@ -151,7 +151,8 @@ class RolloutImages:
 
     def place(self, token_ids: Sequence[int], messages: Sequence[Message]) -> Context:
         """Expand each placeholder to one per feature. Return the token ids with the images at their positions. Raise a
-        UserError unless the ids of these messages have one placeholder per image. Callers limit `num_tokens`."""
+        UserError unless the ids of these messages have one placeholder per image. Callers check `num_tokens` first, to
+        bound the result."""
         if self._reader is None:
             return Context(token_ids)
         digests = [part["image"] for message in messages for part in images_in(message["content"])]

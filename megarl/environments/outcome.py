@@ -24,7 +24,7 @@ class Outcome:
         turn_rewards: one entry per turn: rewards keyed by name ("" if unnamed), or None for a turn without a reward.
         rewards: rewards for the whole rollout, keyed by name.
         feedback: the texts of all turns, or one text from an agent; "" if there is none. If it exceeds MAX_FEEDBACK
-            characters, only its end is kept, because the last turn usually has the result of tests.
+            characters, only its end is kept, because the last turn usually contains the test results.
         tool_calls: number of tool calls per status.
         failure: one-line reason for the failure, or None. A failed rollout has no reward.
         stack: stack trace of the environment's exception, or "".

@@ -71,7 +71,7 @@ class Sampler(Protocol):
         stop: Sequence[str] = (),
         images: Sequence[PromptImage] = (),
     ) -> Completion:
-        """Sample a completion for this context; `images` are the images in it. Errors are the engine's: they fail the
+        """Sample a completion for this context; `images` are the images in it. Errors come from the engine and fail the
         run, not the rollout."""
         ...
 
@@ -94,8 +94,7 @@ class RolloutRunner:
     def __init__(
         self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: HostPool, images: ImageReader | None = None
     ):
-        """Create a runner. `images` is None if messages cannot contain images. Raise UserError under the conditions of
-        `turn_tokens`."""
+        """Create a runner. `images` is None if messages cannot contain images. Raise the errors of `turn_tokens`."""
         self.config, self.tokenizer, self.pool, self.images = config, tokenizer, pool, images
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
@@ -190,7 +189,7 @@ class RolloutRunner:
         return None
 
     def _may_have_feedback(self, outcome: Outcome) -> bool:
-        """Return whether teachers may use feedback on the rollout. That of reward functions is not known yet."""
+        """Return whether teachers may use feedback on the rollout. Reward functions give theirs later."""
         sources = self._feedback_sources
         has_own = ENVIRONMENT in sources and bool(outcome.feedback)
         return outcome.failure is None and (has_own or not sources <= {ENVIRONMENT})
@@ -280,7 +279,7 @@ class _Rollout:
             with _fails_rollout():
                 messages = await self._images.read(messages)
         elif self._runner.pool.tools and row_messages:
-            messages = row_messages  # the row's token ids lack the descriptions of the tools
+            messages = row_messages  # the row's token ids lack the tool descriptions
         self._state = state_of(opening["state"] or messages or row_messages or prompt.token_ids.tolist())
         if messages is not None:
             with _fails_rollout():
@@ -418,7 +417,7 @@ def _fails_rollout() -> Iterator[None]:
     except UserError as error:  # the chat template rejected the messages
         raise HostFailure(str(error)) from None
     except ImageError as error:
-        raise HostFailure(f"an image of the environment: {error}. Fix: {error.fix}") from None
+        raise HostFailure(f"an image from the environment: {error}. Fix: {error.fix}") from None
     except Exception as error:
         stack = "".join(traceback.format_exception(error))
         raise HostFailure(f"a turn cannot be processed ({type(error).__name__}: {error})", stack) from error

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.data.image_parts import texts_in
 from megarl.data.images import MAX_IMAGE_PIXELS, data_url
 
-MAX_IMAGES_PER_RESPONSE, MAX_CHARACTERS = 64, 2**27
+MAX_IMAGES_PER_RESPONSE, MAX_URL_CHARACTERS = 64, 2**27
 """Limits per response of an environment: number of images, and total length of their data: URLs."""
 
 FORMS = "a Pillow image, the bytes of an encoded image, or a data: URL"
@@ -27,7 +27,7 @@ def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """Return the messages with each image in the form {"type": "image_url", "image_url": {"url": "data:…"}}. Parts
     without images are joined to text. Raise TypeError for a malformed part, and ValueError for too many or too large
     images."""
-    number, left = 0, MAX_CHARACTERS
+    number, left = 0, MAX_URL_CHARACTERS
 
     def content_of(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
         nonlocal number, left
@@ -41,7 +41,7 @@ def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
                     f"the messages have more than {MAX_IMAGES_PER_RESPONSE} images. Fix: return fewer images"
                 )
             if left < 0:
-                raise ValueError(f"the images exceed {MAX_CHARACTERS * 3 // 4} bytes. Fix: return smaller images")
+                raise ValueError(f"the images exceed {MAX_URL_CHARACTERS * 3 // 4} bytes. Fix: return smaller images")
         return converted if any(part["type"] == "image_url" for part in converted) else "".join(texts_in(converted))
 
     return [
@@ -57,9 +57,7 @@ def _plain(part: Any) -> dict[str, Any]:
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if kind not in ("image", "image_url"):
-        raise TypeError(
-            f"{repr(part)[:80]} is not a part of a message. Fix: use a part of type text, image or image_url"
-        )
+        raise TypeError(f"{repr(part)[:80]} is not a message part. Fix: use a part of type text, image or image_url")
     value = part.get(kind)
     if kind == "image_url" and isinstance(value, Mapping):
         value = value.get("url")

@@ -154,9 +154,15 @@ def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
 
 @dataclass(slots=True)
 class Part:
-    """One token sequence of a rollout, which becomes a sample: the text of its last turn, including tool calls, the
-    conversation for display, and its turns, each as its index within the rollout and the hash of its state.
-    `message_end`: as in Episode. `find_message_end` finds it by rendering the prompt twice; None: it is unknown."""
+    """One token sequence of a rollout, which becomes a sample.
+
+    Attributes:
+        text: text of the last turn, including tool calls.
+        messages: the conversation for display.
+        turns: index within the rollout and hash of the state of each turn.
+        find_message_end: computes `message_end` by rendering the prompt again; None if it cannot be found.
+        message_end: as in Episode.
+    """
 
     transcript: Transcript
     text: str

@@ -102,7 +102,7 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
 
 
 def _wrong_tower(hf_config: Mapping[str, Any]) -> str | None:
-    """Describe the first value in the config of a multimodal model's tower that has the wrong type, or return None."""
+    """Describe the first value of the wrong type in the config of a vision tower, or return None."""
     image_token = hf_config[WHOLE].get("image_token_id", 0)
     if type(image_token) is not int or not 0 <= image_token <= LARGEST:
         return f"image_token_id={image_token!r}: expected an integer from 0 to {LARGEST}"

@@ -146,8 +146,8 @@ def vision_flops(vision: VisionShape, num_features: float, image_features: float
     size.
 
     Args:
-        num_features: number of features that it computes.
-        image_features: number of features in an image.
+        num_features: number of features to compute.
+        image_features: number of features per image.
     """
     if not num_features:
         return 0.0

@@ -301,8 +301,8 @@ def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
 
 
 def without_untrained_part(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of config.json for a checkpoint without the part that `untrained_part` describes. A model
-    with a vision tower has the nested form of its whole model."""
+    """Return the contents of config.json for a checkpoint without the part that `untrained_part` describes. With a
+    vision tower, this is the nested config of the whole model."""
     kept = {**without_mtp(hf_config), **dict.fromkeys(_omitted_mtp_keys(hf_config), 0)}
     if vision_of(hf_config) is not None:
         return whole_config(without_vision(kept))

@@ -17,7 +17,7 @@ WHOLE = "megarl_multimodal"
 """Key that stores the multimodal model's outer config keys in its text model's config."""
 
 WITH_TOWER = "megarl_vision"
-"""Key of a text model's config that is used with its vision tower."""
+"""Key that marks the config of a text model that is used with its vision tower."""
 
 _SHARED = ("dtype", "quantization_config", "tie_word_embeddings", "torch_dtype")
 """Keys that apply to the text model if the whole model's config has them."""
@@ -38,7 +38,8 @@ WHOLE_ONLY = tuple(text for whole, text in TEXT_TYPES.items() if whole not in TE
 
 def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a multimodal model's text model. The keys `vision_config` and `WHOLE` keep the rest, so that
-    `whole_config` can restore it. Other configs are returned unchanged. A file cannot set megarl's own keys."""
+    `whole_config` can restore it. Other configs are returned unchanged. Files cannot set megarl's own keys, which
+    are removed."""
     hf_config = {key: value for key, value in hf_config.items() if key not in (WHOLE, WITH_TOWER)}
     whole = str(hf_config.get("model_type"))
     nested = hf_config.get(TEXT)

@@ -214,7 +214,7 @@ def adapter_config(
         base: path or name of the base model.
         layers: names of all layers with adapters.
         task: PEFT's task_type.
-        excluded: regular expression for layers to exclude, whose names match target_modules.
+        excluded: regular expression for layers that match target_modules but have no adapters.
     """
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {

@@ -1,6 +1,6 @@
 """The vision towers of vision-language models, which turn images into features for the text model.
 
-Without `model.vision`, only the text model is used. With it, the config has an additional key.
+With `model.vision`, a config has the additional key WITH_TOWER. Without it, only the text model is used.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class VisionShape:
         depth, hidden, heads, intermediate: sizes of the tower's transformer.
         patch: height and width of a patch, in pixels.
         temporal_patch: number of frames in a patch; an image is repeated to fill them.
-        merge: number of patches, in height and in width, that are merged into one feature.
+        merge: number of patches per side that are merged into one feature.
         out_hidden: channels of a feature, equal to the text model's hidden size.
         deepstack: indices of the tower's layers whose features are added after the text model's first layers.
         image_token: id of the placeholder token.
@@ -78,7 +78,7 @@ class VisionShape:
         is_interleaved: whether the channels of the sections alternate instead of being consecutive.
         positions: number of learned position embeddings; 0 if the tower has only rotary embeddings.
         window: height and width, in patches, of the windows to which attention is restricted; None if it is full.
-        full_layers: indices of the layers with full attention among those with windows.
+        full_layers: if there are windows, indices of the layers that have full attention nevertheless.
     """
 
     model_type: str
@@ -120,16 +120,17 @@ class VisionShape:
 
     @property
     def merged(self) -> int:
-        """Number of channels of the patches that are merged into one feature."""
+        """Total number of channels of the patches that are merged into one feature."""
         return self.hidden * self.merge**2
 
 
 def add_vision(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a text model, marked as used with its vision tower."""
     return {**hf_config, WITH_TOWER: True}
 
 
 def without_vision(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without the additional key."""
+    """Undo `add_vision`."""
     return {key: value for key, value in hf_config.items() if key != WITH_TOWER}
 
 

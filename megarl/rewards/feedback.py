@@ -63,7 +63,7 @@ class FeedbackPrompts:
 
     def note(self, samples: Sequence[Sample], feedback: Mapping[str, Mapping[str, str]]) -> None:
         """Append each sample's feedback to the last message of its prompt. Skip samples without feedback, samples whose
-        prompt cannot be extended, and prompts with tokens that the model has no embedding for. `feedback`: sample id ->
+        prompt cannot be extended, and prompts with tokens that have no embedding in the model. `feedback`: sample id ->
         source -> text."""
         for sources in dict.fromkeys(self._sources.values()):
             for sample in samples:

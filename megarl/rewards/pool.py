@@ -156,8 +156,8 @@ class FunctionPool:
 
     def _sent(self, function: str, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns to send to a function. Omit images unless it uses them."""
-        is_shown = function in self.image_functions
-        return {name: value for name, value in columns.items() if is_shown or name != PROMPT_IMAGE_FILES}
+        uses_images = function in self.image_functions
+        return {name: value for name, value in columns.items() if uses_images or name != PROMPT_IMAGE_FILES}
 
     def _repeat(
         self, function: str, call: Callable[[Sequence[int]], Sequence[Result]], num_samples: int

@@ -53,11 +53,11 @@ MAX_THUMBNAILS = 32
 """Maximum number of thumbnails to write per step."""
 
 MAX_SECONDS = 5.0
-"""Time after which a step starts no further thumbnail, because its scores wait for them. An image may have 89 million
+"""Seconds after which a step starts no further thumbnail: its scores wait for them, and an image may have 89 million
 pixels."""
 
 MAX_THUMBNAIL_BYTES = 2**20
-"""Size above which a file is not a thumbnail."""
+"""Maximum size of a thumbnail's file."""
 
 MAX_KNOWN = 2**14
 """Maximum number of thumbnails to remember."""
@@ -70,7 +70,7 @@ SUFFIXES = (".jpg", ".png")
 _FILE_NAME = re.compile(r"[0-9a-f]{64}\.(jpg|png)")
 
 _KNOWN: dict[Path, None] = {}
-"""Thumbnails that this process has found or written, oldest first. It saves system calls on shared file systems."""
+"""Thumbnails that this process has found or written, oldest first. This cache saves calls to shared file systems."""
 
 Fetch = Callable[[Sequence[PromptImage]], Iterable[tuple[PromptImage, bytes]]]
 """Yields images with their encoded files. Images that are unavailable are skipped."""
@@ -85,8 +85,8 @@ def available_files(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage
 
 
 def thumbnail_path(rollouts: Path, name: Any) -> Path | None:
-    """Return the path of a thumbnail named in a line, or None if megarl does not write such names. A line from another
-    source could name a path outside the folder."""
+    """Return the path of a thumbnail that a line names, or None if megarl does not write such names: a line from
+    another source could name a path outside the folder."""
     folder = rollouts.parent / THUMBNAILS
     if not isinstance(name, str) or not name.startswith(f"{THUMBNAILS}/"):
         return None
@@ -135,7 +135,8 @@ def _remember(path: Path) -> None:
 
 
 def _write(rollouts: Path, images: Sequence[PromptImage], fetch: Fetch, paths: dict[str, Path]) -> None:
-    """Write thumbnails and add their paths to `paths`, by digest. Later steps write those not begun in MAX_SECONDS."""
+    """Write thumbnails and add their paths to `paths`, by digest. Images that remain after MAX_SECONDS are
+    left to later steps."""
     deadline = time.monotonic() + MAX_SECONDS
     for image, file in fetch(images):
         with suppress(ImageError):
@@ -146,14 +147,14 @@ def _write(rollouts: Path, images: Sequence[PromptImage], fetch: Fetch, paths: d
             break
 
 
-def _write_thumbnail(rollouts: Path, digest: str, thumbnail: Image) -> Path | None:
-    is_small = max(thumbnail.size) < SMALL_SIDE
+def _write_thumbnail(rollouts: Path, digest: str, image: Image) -> Path | None:
+    is_small = max(image.size) < SMALL_SIDE
     path = thumbnail_path(rollouts, f"{THUMBNAILS}/{digest}{'.png' if is_small else '.jpg'}")
     if path is not None:
-        thumbnail.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
-        thumbnail.info.clear()  # Pillow writes some of the original file's metadata
+        image.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
+        image.info.clear()  # Pillow writes some of the original file's metadata
         options = {"format": "PNG"} if is_small else {"format": "JPEG", "quality": PREVIEW_QUALITY}
-        save_image(thumbnail, path, **options)
+        save_image(image, path, **options)
     return path
 
 

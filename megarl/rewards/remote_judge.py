@@ -34,7 +34,7 @@ MAX_PIXELS = 2**22
 """Default for the maximum area of an image that a judge receives (2048 × 2048)."""
 
 BLIND = ". Fix: use a judge that accepts images, or set options.images=false"
-"""Remedy for a judge that does not answer questions with images."""
+"""Remedy if the judge does not answer questions with images."""
 
 
 class Rejected(ValueError):
@@ -46,7 +46,7 @@ class Unanswered(ServiceUnavailable):
 
 
 Probes = dict[tuple[str, ...], asyncio.Task[str]]
-"""Judge's answers to questions with empty responses, by images and question."""
+"""The judge's pending or completed answers to questions with empty responses, by images and question."""
 
 
 class GenerativeJudge:
@@ -56,13 +56,17 @@ class GenerativeJudge:
     scoring pass run concurrently, and rewards.timeout_s covers all of them. While the server is unavailable, requests
     are retried for up to rewards.outage_s.
 
-    A response never causes a failure. If the judge's answer has no rating within the scale, the response gets the worst
-    one. If the server rejects the question, for example because the response exceeds the judge's context, but accepts
-    an empty response, the response is truncated; if no part is accepted, it gets the worst rating. It also gets the
-    worst rating if the server fails on it with status 500, or does not answer in time, but answers the same question
-    with an empty response. The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If
-    most responses of a step have no rating, or the server also rejects the question with an empty response, scoring
-    these responses fails instead.
+    A response never causes a failure:
+
+    - If the judge's answer has no rating within the scale, the response gets the worst rating.
+    - If the server rejects the question, for example because the response exceeds the judge's context, but accepts it
+      with an empty response, the response is truncated. If no part is accepted, it gets the worst rating.
+    - If the server returns status 500 or does not answer in time, but answers the question with an empty response, the
+      response gets the worst rating.
+
+    The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. Scoring fails for
+    responses whose question the server does not answer even with an empty response, and for all unrated responses if
+    most responses of a step are unrated.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class GenerativeJudge:
         self._template, self._scale = template, scale
         self._timeout_s, self._concurrency, self._retries = timeout_s, concurrency, retries
         self._sends_images, self._max_pixels = images, max_pixels
-        if not images:  # without the parameter, the process does not receive them
+        if not images:  # the pool sends images only to functions with this parameter
             signature = inspect.signature(self)
             self.__signature__ = signature.replace(parameters=list(signature.parameters.values())[: len(BATCH)])
 
@@ -185,7 +189,7 @@ class GenerativeJudge:
         """
         rejection: Rejected | None = None
         ask = partial(self._ask, client, images)
-        if len(PLACEHOLDER.findall(prompt)) == len(images):  # not if users typed placeholders
+        if len(PLACEHOLDER.findall(prompt)) == len(images):  # equal unless the data contains placeholders as text
             numbers = count(1)
             prompt = PLACEHOLDER.sub(lambda _: f"[image {next(numbers)}]", prompt)
         empty = question(self._template, prompt, "", answer)

@@ -2,7 +2,7 @@
 
 The file is in the safetensors format. Its tensors are the samples' arrays and two JSON texts: the prompts, and the
 groups, which refer to prompts by index. Values that JSON cannot represent are encoded as objects with one of the
-keys below. Floats are restored exactly. Environment samples include their encoded images, each stored once. Images from
+keys below. Floats are restored exactly. Environment samples include their encoded images, each stored once. Images of
 the data set are read from it again.
 """
 

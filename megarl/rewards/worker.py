@@ -111,19 +111,19 @@ def main(
         if columns is None:
             reply = check_rows(row_checks[name], arguments)
         else:
-            scored, named = (call_batch, _batch_keywords) if name in batch_functions else (call, _keywords)
+            score, keywords_of = (call_batch, _batch_keywords) if name in batch_functions else (call, _keywords)
             try:
-                keywords = named(used_columns[name], columns)
+                keywords = keywords_of(used_columns[name], columns)
             except Exception as error:  # for example, out of memory while decoding
                 reply = _failure(error)
             else:
-                reply = scored(loaded[name], arguments, keywords)
+                reply = score(loaded[name], arguments, keywords)
         send(parent, {"id": number, **reply})
 
 
 def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:
-    """Map each column that a function uses to the name of one function that requires it, or to None. Columns whose
-    names stand for values of the run are included, so that the data can be checked for them."""
+    """Map each column that a function uses to the name of one function that requires it, or to None. Names in
+    PROVIDED are included, so that the caller can reject data with such columns."""
     required_by: dict[str, str | None] = {}
     for function, columns in used_columns.items():
         for column, required in columns.items():
@@ -136,7 +136,7 @@ def _keywords(used_columns: Mapping[str, bool], columns: Mapping[str, Any]) -> d
     """Return the keyword arguments for a call."""
     values = {PROMPT_IMAGE_FILES: (), **columns}
     if PROMPT_IMAGES in used_columns:
-        values[PROMPT_IMAGES] = tuple(image.copy() for image in _decode_again(values[PROMPT_IMAGE_FILES]))
+        values[PROMPT_IMAGES] = tuple(image.copy() for image in _decode_cached(values[PROMPT_IMAGE_FILES]))
     keywords = {name: values[name] for name in used_columns if name in values}
     return keywords | ({ALL_COLUMNS: _row(columns)} if ALL_COLUMNS in used_columns else {})
 
@@ -157,8 +157,8 @@ def _batch_keywords(used_columns: Mapping[str, bool], rows: Sequence[Mapping[str
 
 
 class PromptImages(Sequence["tuple[Image.Image, ...]"]):
-    """A tuple with the prompt's images for each sample in a batch. They are decoded on access, because those of a whole
-    step can exceed the memory. Consecutive accesses to samples of the same prompt return the same tuple."""
+    """A tuple with the prompt's images for each sample in a batch. Images are decoded on access, because those of a
+    whole step may not fit into memory. Consecutive accesses to samples of the same prompt return the same tuple."""
 
     def __init__(self, files: Sequence[tuple[bytes, ...]]):
         self._files, self._decode = files, lru_cache(maxsize=1)(_decode)
@@ -188,8 +188,8 @@ def _decode(files: tuple[bytes, ...]) -> tuple[Image.Image, ...]:
         ) from None
 
 
-_decode_again = lru_cache(maxsize=1)(_decode)
-"""Decoding with a cache, because several functions and samples in a row use the images of the same prompt."""
+_decode_cached = lru_cache(maxsize=1)(_decode)
+"""`_decode` with a cache, because consecutive calls often use the images of the same prompt."""
 
 
 def call(

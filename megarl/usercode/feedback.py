@@ -12,9 +12,9 @@ MAX_FEEDBACK = 32_000
 
 
 def split_feedback(value: Any) -> tuple[Any, str]:
-    """Split a reward returned by user code into the reward and its feedback. Only a dict with exactly the keys `reward`
-    and `feedback` contains feedback. Raise a TypeError if the feedback is not text. If it is a number, it is a reward
-    with this name."""
+    """Split a value returned by user code into the reward and the feedback. Only a dict with exactly the keys `reward`
+    and `feedback` contains feedback, as text or None. With a number as `feedback`, the dict is two named rewards. Raise
+    a TypeError for any other feedback."""
     if not isinstance(value, Mapping) or value.keys() != {"reward", "feedback"}:
         return value, ""
     feedback = value["feedback"]

@@ -1,5 +1,4 @@
-"""A tiny vision-language model that answers questions about scenes, but mostly at random, and the task to answer them
-correctly."""
+"""Questions about scenes as a task, and a tiny vision-language model that at first answers mostly at random."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ WORDS = ("user\n", "assistant\n", WHICH_DIGIT, "How many ", "What is ", *SHAPES,
 
 HIDDEN, BATCH = 128, 32
 UPDATES, LEARNING_RATE = 240, 2e-3
-"""Of all weights, on correct answers."""
+"""Training of all weights on correct answers."""
 
 HEAD_UPDATES, HEAD_LEARNING_RATE, GUESSED = 60, 1e-2, 0.9
-"""Of the output layer alone, on answers of which this fraction is guessed. The model still recognizes what it sees, but
-answers mostly at random."""
+"""Training of only the output layer on answers of which the fraction GUESSED is random. The model still recognizes
+scenes, but answers mostly at random."""
 
 
 def write_reader(folder: Path) -> Path:

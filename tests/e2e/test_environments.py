@@ -49,7 +49,7 @@ WITH_FEEDBACK = (
     "teachers.models=[{name: t, feedback: environment}]",
     "algorithm.distillation={placement: loss, coefficient: 0.1}",
 )
-"""The policy learns from itself with the environment's feedback."""
+"""The policy is its own teacher, which also sees the environment's feedback."""
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +138,8 @@ def test_engine_logprobs_equal_transformers(run):
 
 
 def test_teacher_sees_the_feedback_of_the_environment(run):
-    """The metric equals the mean of log p − log p_t of transformers. The teacher sees the feedback in the prompts of
-    all samples of the rollouts that have not failed, including those after a restart."""
+    """The metric equals the mean of log p − log p_t in transformers. The teacher sees feedback in the prompts of all
+    samples, including those after a restart, except in failed rollouts."""
     tokenizer = AutoTokenizer.from_pretrained(run.parents[1] / "model")
     model = AutoModelForCausalLM.from_pretrained(run.parents[1] / "model")
     differences = []

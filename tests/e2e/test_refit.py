@@ -239,7 +239,7 @@ class EngineSide:
         return asyncio.run(sample())
 
     def _is_loading(self) -> bool:
-        """Whether images of requests are loading, which the engine then submits."""
+        """Return whether the engine still loads images, after which it submits their requests."""
         return self.engine._images is not None and bool(self.engine._images._loading)
 
     def _pending_tokens(self) -> list[int]:

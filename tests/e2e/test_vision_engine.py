@@ -52,7 +52,7 @@ class VisionSide(EngineSide):
         return self._sample(requests)
 
     def sample_and_count(self, prompts):
-        """Return the samples, and the digests of all images whose patches were computed."""
+        """Return the samples, and the digests of the images whose patches the engine computed."""
         images, digests = self.engine._images, []
         convert = images._convert
         images._convert = lambda image: digests.append(image.digest) or convert(image)
@@ -61,12 +61,12 @@ class VisionSide(EngineSide):
         return samples, digests
 
     def sample_resized(self, prompt):
-        """Sample a prompt whose image has other patches in the engine."""
+        """Sample a prompt whose grid differs from the one that the engine computes."""
         image = replace(prompt.images[0], grid=(1, 2, 2), digest="other")
         return self._sample([SamplingRequest("resized", replace(prompt, images=(image,)), seed=0)])
 
     def spoil_deepstack(self):
-        """Overwrite the deepstack features as level-2 sleep does on GPU."""
+        """Overwrite the buffers of deepstack features, as level-2 sleep does on GPUs."""
         self.engine._llm.collective_rpc(spoil_deepstack)
 
     def _sample(self, requests):
@@ -104,7 +104,7 @@ def canonical(stored: str) -> str:
 
 
 class Weights:
-    """The weights of a model that refits send, and transformers' model with the same weights."""
+    """Weights that refits send, and a transformers model with the same weights."""
 
     def __init__(self, folder: Path, files: Mapping[str, bytes]):
         self._folder, self._processor, self._files = folder, ImageProcessor.of(folder), files

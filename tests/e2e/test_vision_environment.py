@@ -1,4 +1,4 @@
-"""Conversations with images in several turns have the log-probs of transformers in the engine and in the trainer."""
+"""Engine and trainer agree with transformers on conversations with images in several turns."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def images_in_environments_require_chat_template(config: Config) -> Iterator[str
 
 
 def images_exclude_text_only_models(config: Config) -> Iterator[str]:
-    # Images of environments are found when a sample is scored.
+    # Whether an environment sends images is known only when a sample is scored.
     has_column = config.data.image_column is not None or any(item.image_column for item in config.evaluation.sets)
     if has_column and config.has_reward_model:
         yield (

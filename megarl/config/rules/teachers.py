@@ -122,7 +122,7 @@ def feedback_is_on_sampled_responses(config: Config) -> Iterator[str]:
 
 
 def _remove(key: str, teacher: Teacher) -> str:
-    """Return the remedy for a key that must not be set. A teacher without a path needs one of these keys."""
+    """Return the remedy for a key that must not be set. A teacher without a path requires one of these keys."""
     return f"remove the teacher {teacher.name}" if teacher.path is None else f"remove {key} from {teacher.name}"
 
 

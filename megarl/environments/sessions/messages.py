@@ -66,7 +66,7 @@ def canonical(message: Message) -> str:
 
 
 def _content(content: Any, param: str) -> str | list[dict[str, Any]]:
-    """Return a content as text or, if it has images, as parts, of which no two adjacent ones are text."""
+    """Return content as text or, with images, as parts. Adjacent texts are joined."""
     if content is None:
         return ""
     if isinstance(content, str):

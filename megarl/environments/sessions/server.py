@@ -44,8 +44,8 @@ LARGEST_REQUEST, LONG_REQUEST = 64 * 2**20, 2**18
 lowers the maximum (see `Session.check_num_bytes`)."""
 
 MAX_LARGE_REQUESTS = 4
-"""Maximum number of requests above MIN_BYTES that are received and parsed at the same time. It limits memory: agents
-may send many of up to LARGEST_REQUEST bytes."""
+"""Maximum number of requests above MIN_BYTES that are received and parsed at the same time. It bounds memory, because
+each may have up to LARGEST_REQUEST bytes."""
 
 BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""

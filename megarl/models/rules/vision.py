@@ -101,7 +101,8 @@ def engine_reads_rotary_sections(config: Config, hf: Mapping[str, Any]) -> Itera
 
 
 def vision_excludes_other_models(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Reject models and features that would need the images. Only the policy and its reference receive them."""
+    """Reject models that would need the images, which only the policy and its reference receive, and features that a
+    vision tower does not support."""
     if vision_of(hf) is None:
         return
     algorithm, speculative = config.algorithm, config.rollout.speculative
@@ -121,7 +122,7 @@ def vision_excludes_other_models(config: Config, hf: Mapping[str, Any]) -> Itera
             "the reward model would read placeholders without their images",
             "set reward_model.path=null and score responses with rewards.functions",
         ),
-        f"teachers.models={len(config.teachers.models)} models": (
+        f"teachers.models=[{', '.join(teacher.name for teacher in config.teachers.models)}]": (
             config.has_teachers,
             "teachers do not see the images",
             "set teachers.models=[]",
@@ -133,7 +134,7 @@ def vision_excludes_other_models(config: Config, hf: Mapping[str, Any]) -> Itera
         ),
         f"actor.mtp.loss_coefficient={config.actor.mtp.loss_coefficient}": (
             config.actor.has_mtp,
-            "MTP layers are not supported beside a vision tower",
+            "MTP layers are not supported with a vision tower",
             "set actor.mtp.loss_coefficient=null",
         ),
         f"rollout.speculative.method={speculative.method}": (

@@ -211,7 +211,7 @@ def test_images_in_observations_have_places_after_the_prompt():
     ]
 
 
-def test_patches_are_left_out_without_a_tower():
+def test_patches_are_omitted_without_a_tower():
     samples = [with_images(sample, one_image(1)) for sample in samples_of_one_prompt()]
     batch = collate(samples, packing(1, True))
     assert batch.images is None

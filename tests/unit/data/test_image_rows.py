@@ -33,7 +33,7 @@ SIZES = {"a.png": (64, 32), "b.png": (20, 90), "c.png": (300, 170)}
 
 
 class WithoutVideos:
-    """Accepts processors without a video processor, because those need torchvision."""
+    """Mixin for processors without their video processor, which needs torchvision."""
 
     def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
         return None if name == "video_processor" else super().check_argument_for_proper_class(name, argument)
@@ -225,7 +225,7 @@ def test_listed_folders_may_contain_images(folder: Path, tmp_path: Path) -> None
     assert [prompt.images[0].grid for prompt in data.prompts] == [data[0].images[0].grid] * 3
 
 
-def test_pipes_and_endless_files_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipes_and_endless_files_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.data.image_files.MAX_FILE_BYTES", 2**20 - 1)
     os.mkfifo(tmp_path / "pipe")
     files = ImageFiles()
@@ -244,7 +244,7 @@ def test_hash_covers_the_images(folder: Path, tmp_path: Path) -> None:
     assert hash_of(5) == hash_of(5) != hash_of(6)
 
 
-def test_changed_and_missing_files_are_errors(folder: Path) -> None:
+def test_changed_and_missing_files_are_rejected(folder: Path) -> None:
     path = folder / "e.png"
     path.write_bytes(png(64, 32))
     data = load(folder, {"prompt": "<image>", "images": "e.png"})
@@ -342,11 +342,11 @@ PLACE = "train.jsonl:2"
         "assistant",
     ],
 )
-def test_unusable_rows_are_errors(folder: Path, row: dict[str, Any], message: str) -> None:
+def test_unusable_rows_are_rejected(folder: Path, row: dict[str, Any], message: str) -> None:
     assert error(folder, row).startswith(message)
 
 
-def test_extreme_images_are_errors(folder: Path) -> None:
+def test_extreme_images_are_rejected(folder: Path) -> None:
     (folder / "line.png").write_bytes(png(402, 2))
     message = error(folder, {"prompt": "<image>", "images": "line.png"})
     assert message.startswith(f"{PLACE}: image 1 (line.png): its size is 402 × 2 pixels, but the model supports")
@@ -397,7 +397,7 @@ def test_evaluation_sets_have_their_own_images(folder: Path) -> None:
     assert images_of(image_column="") == images_of(source="arithmetic", size=1) == ()
 
 
-def test_models_without_a_tower_are_errors(tmp_path: Path) -> None:
+def test_models_without_a_tower_are_rejected(tmp_path: Path) -> None:
     tiny_vision.tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(UserError, match=r"model.vision=true: model .* has no vision tower. Fix: set model.path"):

@@ -74,7 +74,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_images_are_decoded_as_by_vllm(vllm_images: ModuleType, name: str) -> None:
+def test_images_are_decoded_as_in_vllm(vllm_images: ModuleType, name: str) -> None:
     image = vllm_images.normalize_image(vllm_images.open_image(io.BytesIO(FILES[name])))
     image.load()
     reference = image if image.mode == "RGB" else vllm_images.convert_image_mode(image, "RGB")
@@ -85,7 +85,7 @@ def test_images_are_decoded_as_by_vllm(vllm_images: ModuleType, name: str) -> No
 
 @pytest.mark.parametrize("name", FILES)
 def test_data_urls_show_the_decoded_pixels(name: str) -> None:
-    """To a program that ignores orientation, transparency and animation."""
+    """A program that ignores orientation, transparency and animation sees the same pixels."""
     header, _, content = shrunk_url(FILES[name], 200).partition(",")
     shown, expected = Image.open(io.BytesIO(base64.b64decode(content))), decode(FILES[name])
     is_photo = Image.open(io.BytesIO(FILES[name])).format in ("JPEG", "WEBP")
@@ -171,7 +171,7 @@ def png_of_size(width: int, height: int) -> bytes:
     ],
     ids=["empty", "eps", "truncated png", "truncated jpeg", "no width", "large", "bomb"],
 )
-def test_unusable_images_are_errors(file: bytes, reason: str) -> None:
+def test_unusable_images_are_rejected(file: bytes, reason: str) -> None:
     with pytest.raises(ImageError, match=reason):
         decode(file)
 
@@ -191,7 +191,7 @@ def test_patches_are_normalized_blocks_of_pixels(folders: dict[str, Path]) -> No
     np.testing.assert_allclose(patches, expected, rtol=0, atol=1e-6)
 
 
-def test_pixel_limits_replace_those_of_the_model(folders: dict[str, Path]) -> None:
+def test_pixel_limits_override_the_models(folders: dict[str, Path]) -> None:
     folder = folders["qwen2_5_vl"]
     assert ImageProcessor.of(folder).grid(560, 280) == (1, 2, 4)
     assert ImageProcessor.of(folder, max_pixels=14**2 * 128).grid(560, 280) == (1, 8, 16)
@@ -201,7 +201,7 @@ def test_pixel_limits_replace_those_of_the_model(folders: dict[str, Path]) -> No
         ImageProcessor.of(folder, min_pixels=4000)
 
 
-def test_extreme_aspect_ratios_are_errors(folders: dict[str, Path]) -> None:
+def test_extreme_aspect_ratios_are_rejected(folders: dict[str, Path]) -> None:
     processor = ImageProcessor.of(folders["qwen3_vl"])
     assert processor.num_tokens(processor.grid(200, 1)) > 0
     with pytest.raises(ImageError, match=r"its size is 201 × 1 pixels, but the model supports aspect ratios"):
@@ -218,7 +218,7 @@ def test_nested_processor_config_takes_precedence(folders: dict[str, Path], tmp_
     assert ImageProcessor.of(tmp_path).patch_sizes == (16, 2, 2)
 
 
-def test_models_without_a_known_processor_are_errors(tmp_path: Path) -> None:
+def test_models_without_a_known_processor_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no preprocessor_config.json. Fix: copy the file"):
         ImageProcessor.of(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}')
@@ -235,14 +235,14 @@ def test_models_without_a_known_processor_are_errors(tmp_path: Path) -> None:
         ("processor_config.json", {"image_processor": "x"}, r"image_processor='x' is not an object"),
     ],
 )
-def test_invalid_processor_settings_are_errors(tmp_path: Path, file: str, settings: dict, reason: str) -> None:
+def test_invalid_processor_settings_are_rejected(tmp_path: Path, file: str, settings: dict, reason: str) -> None:
     (tmp_path / file).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=rf"invalid settings of the image processor \({reason}.*Fix: copy prep"):
         ImageProcessor.of(tmp_path)
 
 
-def test_patches_of_another_grid_or_file_are_errors(folders: dict[str, Path]) -> None:
-    """On a node, another version of a library may resize images differently or not read a file."""
+def test_patches_of_another_grid_or_file_are_rejected(folders: dict[str, Path]) -> None:
+    """Another library version on a node may resize images differently, or fail to read a file."""
     file = png(64, 64)
     processor = ImageProcessor.of(folders["qwen3_vl"])
     image = PromptImage(0, 4, processor.grid(64, 64), "digest", file)

@@ -149,7 +149,7 @@ def test_data_hash_includes_images(folder: Path) -> None:
         (
             [message("user", "Draw."), {"role": "assistant", "content": [IMAGE]}],
             "a.png",
-            "rows.jsonl:1: a message of the assistant contains an image, but responses are text. Fix: move the image",
+            "rows.jsonl:1: an assistant message contains an image, but responses must be text. Fix: move the image",
         ),
         (
             [message("user", "<image>"), message("assistant", "a")],

@@ -104,7 +104,7 @@ def test_tokens_with_different_routes_are_not_shared(differs_at):
     ("digests", "shared"), [(("a", "a"), 10 + 40), (("a", "b"), 10 + 20), (("a", None), 10 + 20), ((None, None), 50)]
 )
 def test_placeholders_of_different_images_are_not_shared(digests, shared):
-    """Responses with equal tokens have an image, or the placeholders as sampled tokens, after 20 tokens."""
+    """After 20 tokens, each response has an image, or placeholders that the policy sampled as tokens."""
     prompt, response = Prompt("p", "", range(10)), (*range(50, 70), *[9] * 12, *range(70, 78))
     samples = [
         replace(
@@ -117,7 +117,7 @@ def test_placeholders_of_different_images_are_not_shared(digests, shared):
 
 
 def test_runs_do_not_split_images():
-    """Equal images whose tokens went through different experts are not shared in part."""
+    """If routes differ within an image, no part of the image is shared."""
     prompt, response = Prompt("p", "", range(10)), (*range(50, 70), *[9] * 12, 5)
     routes = np.zeros((2, 43, 3, 2), np.int8)
     routes[1, 35] = 1

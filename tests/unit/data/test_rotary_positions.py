@@ -55,7 +55,7 @@ def test_positions_match_transformers(family, case):
     assert rotary_positions(num_tokens, images).tolist() == reference[:, 0].tolist()
 
 
-def test_touching_images_continue_each_other():
+def test_positions_of_adjacent_images_continue():
     images = [PromptImage(1, 2, (1, 2, 4), "a"), PromptImage(3, 2, (1, 4, 2), "b")]
     assert rotary_positions(6, images).tolist() == [
         [0, 1, 1, 3, 3, 5],

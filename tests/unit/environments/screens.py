@@ -103,7 +103,7 @@ class Camera(Environment):
 
     @tool
     def caption(self) -> list:
-        """Return a picture and a text that is not a part."""
+        """Return a picture and a string, which is not a message part."""
         return [picture(64, 64, 1), "caption"]
 
     @tool

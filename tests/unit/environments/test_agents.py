@@ -91,7 +91,7 @@ def test_failing_agents_do_not_affect_others():
     assert [samples[-1].episode.info.stop_reason for samples in rollouts] == ["failed"] * 3 + ["done"] * 2
 
 
-def test_feedback_of_an_agent_is_on_all_its_samples():
+def test_agent_feedback_applies_to_all_samples():
     [samples] = play("Delegator", ("no reward", says("first", "checked", "last")), with_feedback=True)
     assert [sample.episode.feedback for sample in samples] == ["Not rewarded."] * 2
     ends = [sample.prompt.token_ids[: sample.episode.message_end] for sample in samples]

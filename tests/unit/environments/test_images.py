@@ -1,4 +1,4 @@
-"""Rollouts with images in real environment processes: tokens, places of images, and unusable images."""
+"""Rollouts with images in real environment processes: tokens, image positions, and unusable images."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def assert_equals(sample: Sample, *parts: str | bytes | list[int]) -> None:
     assert all(image.start >= len(sample.prompt.token_ids) for image in sample.response_images)
 
 
-def test_images_are_at_their_places_among_the_tokens(folder):
+def test_images_are_at_their_placeholders(folder):
     """The opening, an observation and a turn contain the placeholder as text or as a sampled token."""
     policy = says(f"a{LITERAL}", "b", "c")
     [sample] = play(folder, "extended", policy)
@@ -159,14 +159,14 @@ def test_restart_begins_a_sample_with_its_own_images(folder):
     assert_equals(two, *first, *message("user", f"{LITERAL} is text"), TURN, "c", [EOS_ID])
 
 
-def test_observation_without_room_is_left_out(folder):
+def test_observation_that_does_not_fit_is_omitted(folder):
     """The opening and the first turn have 32 tokens, and the observation would need 33 more."""
     [sample] = play(folder, "row", says("a"), "rollout.context_length=60", "rollout.max_new_tokens=40")
     assert sample.episode.info.stop_reason == "max_tokens" and sample.episode.failure is None
     assert_equals(sample, *message("user", "Look ", ROW, "!"), TURN, "a", [EOS_ID])
 
 
-def test_only_text_counts_as_the_length_of_an_observation(folder):
+def test_images_do_not_count_toward_observation_length(folder):
     [sample] = play(folder, "row", says("a", "b", "c"), "environment.observation_tokens=2")
     first = [*message("user", "Look ", ROW, "!"), TURN, "a", [EOS_ID], "\n"]
     second = [*message("user", SECOND, "or", FIRST), TURN, "b", [EOS_ID], "\n"]
@@ -179,11 +179,11 @@ FAILURES = {
     "path": f"'/etc/hostname' is not an image. {NOT_AN_IMAGE}",
     "file": f"'file:///etc/hostname' is not an image. {NOT_AN_IMAGE}",
     "empty": f"NoneType is not an image. {NOT_AN_IMAGE}",
-    "damaged": "an image of the environment: it cannot be decoded (image file is truncated). Fix: replace the image",
+    "damaged": "an image from the environment: it cannot be decoded (image file is truncated). Fix: replace the image",
     "text": "JPEG, JPEG2000, PNG, PPM, TIFF, WEBP). Fix: replace the image",
     "bomb": "it has 12000 × 12000 pixels, more than the maximum of 89478485. Fix: replace the image",
-    "untyped": "is not a part of a message. Fix: use a part of type text, image or image_url",
-    "input": "is not a part of a message. Fix: use a part of type text, image or image_url",
+    "untyped": "is not a message part. Fix: use a part of type text, image or image_url",
+    "input": "is not a message part. Fix: use a part of type text, image or image_url",
     "object": "renders 1 placeholders for 0 images. Fix: send images as parts of type image, and use a chat template",
     "huge": "an image has more than 89478485 pixels. Fix: return a smaller image",
     "thin": "its size is 2000 × 4 pixels, but the model supports aspect ratios of at most 200. Fix: crop the image",
@@ -236,14 +236,14 @@ def test_response_of_an_environment_is_limited_in_characters(monkeypatch):
     messages = [shows(FIRST), shows(FIRST)]
     [sent, _] = sent_images.with_data_urls(messages)
     length = len(sent["content"][0]["image_url"]["url"])
-    monkeypatch.setattr(sent_images, "MAX_CHARACTERS", 2 * length)
+    monkeypatch.setattr(sent_images, "MAX_URL_CHARACTERS", 2 * length)
     assert len(sent_images.with_data_urls(messages)) == 2
-    monkeypatch.setattr(sent_images, "MAX_CHARACTERS", 2 * length - 1)
+    monkeypatch.setattr(sent_images, "MAX_URL_CHARACTERS", 2 * length - 1)
     with pytest.raises(ValueError, match=r"the images exceed .* bytes\. Fix: return smaller images"):
         sent_images.with_data_urls(messages)
 
 
-def test_images_of_an_environment_are_encoded_in_a_thread():
+def test_images_from_environments_are_encoded_in_a_thread():
     threads = []
 
     class Picture(Image.Image):
@@ -275,7 +275,7 @@ def test_parts_without_images_are_joined_to_text(folder):
 
 
 @pytest.mark.parametrize("name", ["Screens", "Viewer"])
-def test_image_errors_of_an_engine_are_not_the_environments(folder, name):
+def test_engine_error_about_an_image_fails_the_run(folder, name):
     async def sample(*_, **__):
         raise UserError("image 1: this node produces grid 1. Fix: install the same Pillow version")
 
@@ -290,7 +290,7 @@ def test_text_policy_refuses_images(folder, key):
     assert "the model does not receive images. Fix: set model.vision=true" in sample.episode.failure
 
 
-def test_placeholder_in_the_description_of_a_tool_is_text():
+def test_placeholder_in_a_tool_description_is_text():
     function = {"name": "look", "description": f"Shows {LITERAL}.", "parameters": {"type": "object", "properties": {}}}
     for tool_format in ("hermes", "tagged"):
         tokens = ChatTokens(TOKENIZER, [{"type": "function", "function": function}], tool_format)
@@ -300,7 +300,7 @@ def test_placeholder_in_the_description_of_a_tool_is_text():
         assert LITERAL in tokens.shown(messages)[0]["content"]
 
 
-def test_template_without_images_in_a_role_is_named(folder):
+def test_template_that_drops_images_fails_the_rollout(folder):
     tokenizer = tiny_vision.tokenizer()
     old = "{% if part.type == 'image' or 'image' in part %}"
     assert old in tokenizer.chat_template
@@ -331,7 +331,7 @@ def test_tools_return_images(folder):
 
 
 def test_agent_sends_images_through_the_endpoint(folder):
-    """A history with the same image continues the sample."""
+    """A request that repeats the image continues the sample."""
     policy = says("a", "b")
     [sample] = play(folder, "row", policy, name="Viewer")
     start = [*message("user", "Look ", ROW, "!"), TURN, "a", [EOS_ID], "\n"]
@@ -340,7 +340,7 @@ def test_agent_sends_images_through_the_endpoint(folder):
 
 
 def test_tool_results_with_images_become_user_messages():
-    """The template has no tool messages."""
+    """The chat template does not support tool messages."""
     tokenizer = tiny_vision.tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"

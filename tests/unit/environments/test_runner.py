@@ -132,7 +132,7 @@ WITH_FEEDBACK = "teachers.models=[{name: t, feedback: environment}]"
     ],
 )
 def test_feedback_follows_the_last_message_of_each_sample(fault, feedback, asked):
-    """Feedback of all turns is joined. All samples of the rollout have it."""
+    """The feedback of all turns is joined, and applies to all samples of the rollout."""
     [samples] = play(config("Counter", WITH_FEEDBACK), Says("1"), fault)
     assert [sample.episode.feedback for sample in samples] == [feedback] * len(asked)
     ends = [sample.prompt.token_ids[: sample.episode.message_end] for sample in samples]
@@ -165,7 +165,7 @@ def test_message_ends_are_found_only_for_feedback(overrides, fault, is_found):
     assert (sample.episode.message_end is not None) == is_found
 
 
-def test_last_feedback_is_kept():
+def test_truncation_keeps_the_end_of_feedback():
     outcome = Outcome()
     for text in ("first", "", "a" * MAX_FEEDBACK, "last"):
         outcome.add_feedback(text)

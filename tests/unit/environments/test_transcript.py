@@ -58,8 +58,8 @@ def test_sample_keeps_all_fields_of_its_prompt():
     assert found.token_ids.tolist() == [9, 2]
 
 
-def test_images_follow_the_tokens_they_are_among():
-    """The last observation, after which no turn follows, is not part of the sample."""
+def test_images_shift_with_their_tokens():
+    """The sample ends with its last turn, before the last observation."""
     a, b, c = (PromptImage(1, 2, (1, 2, 4), digest) for digest in "abc")
     transcript = Transcript([1, 9, 9, 2], [a])
     transcript.add_turn(turn(4, 3, None))

@@ -127,7 +127,7 @@ GRIDS = [(1, 8, 8), (1, 2, 6), (1, 10, 14)]
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_flops_of_images_match_torch(kind: tiny_vision.Kind, is_trained: bool, tmp_path: Path) -> None:
-    """A frozen tower runs forward only, and neither has a gradient of the pixels."""
+    """A frozen tower runs no backward pass, and no tower computes the gradient of the pixels."""
     folder = tiny_vision.build(tmp_path, kind)
     vision = vision_of(add_vision(read_config(folder)))
     assert vision is not None

@@ -119,7 +119,7 @@ def test_config_of_a_multimodal_model_is_restored(whole: str) -> None:
 
 
 def test_flat_config_of_qwen25_vl_is_nested() -> None:
-    """The folders on the Hub have one level."""
+    """The config.json files on the Hub have a single level."""
     theirs = json.loads(AutoConfig.for_model("qwen2_5_vl", image_token_id=7).to_json_string())
     text = theirs.pop("text_config") | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
     flat = text_config(text | theirs)

@@ -87,7 +87,7 @@ def test_token_cost_counts_only_active_experts():
 
 
 def test_cost_of_images_is_relative_to_a_token(tmp_path: Path) -> None:
-    """Each of a replica's four ranks computes a fourth of the work on tokens, but encodes all images."""
+    """Each of a replica's four ranks does a quarter of the token work, but encodes all images."""
     config = add_vision(read_config(tiny_vision.build(tmp_path, "qwen3_vl")))
     shape, grids = ModelShape.of(config), [(1, 8, 8), (1, 2, 6)]
     assert shape.vision is not None

@@ -164,7 +164,7 @@ def test_images_are_sent_only_to_functions_that_name_them(pool: FunctionPool, fi
     assert pool._sent(f"{file}:blind", row) == {"level": 1} and pool._sent(f"{file}:single", row) == row
 
 
-def test_image_that_cannot_be_decoded_fails_only_its_call(pool: FunctionPool, file: Path) -> None:
+def test_undecodable_image_fails_only_its_call(pool: FunctionPool, file: Path) -> None:
     name = f"{file}:single"
     damaged, intact = (asyncio.run(judge_single(pool, [name], sample("d.0", data)))[name] for data in (b"no", FILES[0]))
     assert damaged.value is None and "raised ImageError: it is not an image in a supported format" in damaged.failure

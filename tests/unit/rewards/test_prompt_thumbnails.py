@@ -1,4 +1,4 @@
-"""The images of prompts in a step's files: thumbnails, their limits, and the fields of the lines."""
+"""Images of prompts in a step's files: thumbnails, their limits, and the fields in each line."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_time_for_thumbnails_is_limited(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_links_and_damaged_thumbnails_are_not_in_the_grid(tmp_path: Path) -> None:
-    """A link is replaced by the thumbnail. A damaged file is left out."""
+    """Links are replaced by thumbnails. Damaged files are omitted."""
     item = prompt("p", encoded(RED, 40, 40), encoded(GREEN, 40, 40), encoded(BLUE, 40, 40))
     paths = [tmp_path / THUMBNAILS / f"{image.digest}.png" for image in item.images]
     paths[0].parent.mkdir()

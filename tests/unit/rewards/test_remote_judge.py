@@ -315,7 +315,7 @@ def test_judge_that_rejects_images_is_reported(server, status):
 
 @pytest.mark.parametrize(("status", "remedy"), [(400, "use a judge that accepts images"), (200, "")])
 def test_trial_names_the_remedy_of_a_judge(server, tmp_path, status, remedy):
-    """A remedy in the failure replaces the general one."""
+    """A remedy in the failure message replaces the general one."""
     images = ImageFiles()
     digest = images.add(PICTURES[0], tmp_path).digest
     url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -344,7 +344,7 @@ def test_large_images_are_shrunk_for_the_judge(server):
 
 
 def test_each_image_is_encoded_once_and_not_in_the_event_loop(server, monkeypatch):
-    """A slow encoder delays no request: images are encoded before the first one."""
+    """A slow encoder delays no requests, because all images are encoded before the first one."""
     encoded_files, url = [], f"http://127.0.0.1:{server.server_port}/v1"
 
     def slow(file: bytes, max_pixels: int) -> str:

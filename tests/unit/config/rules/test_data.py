@@ -111,12 +111,12 @@ SET = "{name: set, source: b.jsonl, functions: [{function: exact_match}]"
         ),
     ],
 )
-def test_images_in_prompts_are_readable(overrides: list[str], message: str) -> None:
+def test_unusable_image_options_are_rejected(overrides: list[str], message: str) -> None:
     (line,) = errors(*overrides)
     assert message in line
 
 
-def test_sets_may_have_images_of_their_own() -> None:
+def test_sets_may_have_their_own_images() -> None:
     config = recipe("model.vision=true", f"evaluation.sets=[{SET}, image_column: images}}]", "data.max_pixels=9000")
     assert config.may_have_images and config.data.image_column is None
     assert not recipe(*VISION, f"evaluation.sets=[{SET}, image_column: ''}}]").evaluation.sets[0].image_column
@@ -126,7 +126,8 @@ def test_sets_may_have_images_of_their_own() -> None:
 
 
 def test_environments_may_have_images() -> None:
-    """Whether they have is known only at run time. Qwen3.5 needs model.vision=true even for text."""
+    """Whether an environment sends images is known only at run time, and some models require model.vision=true even
+    for text."""
     played = ("environment.class=calculator", "model.vision=true")
     assert recipe(*played, "rewards.functions=[]", "data.max_pixels=9000").trains_on_images
     assert not recipe(*played, "rewards.functions=[]", "data.chat_template=false").trains_on_images
@@ -135,6 +136,8 @@ def test_environments_may_have_images() -> None:
     config = recipe("model.vision=true", evaluated, "data.max_pixels=9000")
     assert config.may_have_images and not config.trains_on_images
     assert recipe("model.vision=true", evaluated, "reward_model.path=m").has_reward_model
+    templated = "data.chat_template=false", f"evaluation.sets=[{SET}, chat_template: true}}]"
+    assert recipe(*played, "rewards.functions=[]", *templated, "data.max_pixels=9000").may_have_images
 
 
 @pytest.mark.parametrize(("rows", "objective"), [("messages", "sft"), ("preferences", "dpo")])

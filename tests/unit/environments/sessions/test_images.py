@@ -1,4 +1,4 @@
-"""Images over the session endpoint: recorded samples, changed images, and refused requests."""
+"""Images sent to the session endpoint: recorded samples, changed images, and rejected requests."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def assert_equals(part: Part, *parts: str | bytes | list[int]) -> None:
 
 
 def test_repeated_images_continue_the_sample(folder):  # noqa: F811
-    """User and tool messages have images. The placeholder as text stays text."""
+    """User and tool messages have images. A placeholder that was sent as text stays text."""
     policy = ScriptedPolicy(TOKENIZER, ["a", "b", "c"])
     first, second = user("see ", FIRST, LITERAL), user(SECOND, role="tool")
 
@@ -188,7 +188,7 @@ def test_many_copies_of_an_image_exceed_the_context(folder, monkeypatch):  # noq
 
 
 def test_requests_do_not_keep_their_bodies(folder):  # noqa: F811
-    """The bodies of rejected requests, and that of the pending one, are garbage while a turn is sampled."""
+    """While a turn is sampled, the bodies of rejected requests and of the pending one are not in memory."""
     kept: list[int] = []
     large = encoded(picture(1000, 800))
 

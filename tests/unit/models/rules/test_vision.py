@@ -94,13 +94,13 @@ def test_models_that_do_not_see_images_are_refused(overrides: list[str], message
     check_model(recipe(*VISION, *overrides, *remedy), QWEN3_VL)
 
 
-def test_mtp_layers_beside_a_tower_are_refused() -> None:
+def test_mtp_layers_with_a_tower_are_refused() -> None:
     model = text_config(
         VISION_CONFIGS["Qwen3.5-35B-A3B"]
         | {"text_config": VISION_CONFIGS["Qwen3.5-35B-A3B"]["text_config"] | {"mtp_num_hidden_layers": 1}}
     )
     [line] = model_errors(model, *VISION, "actor.mtp.loss_coefficient=0.1")
-    assert line.endswith("MTP layers are not supported beside a vision tower. Fix: set actor.mtp.loss_coefficient=null")
+    assert line.endswith("MTP layers are not supported with a vision tower. Fix: set actor.mtp.loss_coefficient=null")
     check_model(recipe(*VISION), model)
 
 
@@ -159,7 +159,7 @@ def test_vision_language_models_are_only_policies() -> None:
 
 
 @pytest.mark.parametrize("keys", [{"megarl_multimodal": 1}, {"megarl_vision": True}])
-def test_files_cannot_set_own_keys(keys: dict[str, Any]) -> None:
+def test_files_cannot_set_internal_keys(keys: dict[str, Any]) -> None:
     whole = VISION_CONFIGS["Qwen3-VL-8B"]
     assert text_config(whole | keys | {"text_config": whole["text_config"] | keys}) == text_config(whole)
     assert text_config(CONFIGS["Qwen3-8B"] | keys) == CONFIGS["Qwen3-8B"]
@@ -178,6 +178,6 @@ def test_files_cannot_set_own_keys(keys: dict[str, Any]) -> None:
         ({"image_token_id": -1}, "image_token_id=-1: expected an integer from 0 to"),
     ],
 )
-def test_wrong_types_in_a_towers_config_are_described(changes: dict[str, Any], problem: str) -> None:
+def test_wrong_types_in_tower_configs_are_described(changes: dict[str, Any], problem: str) -> None:
     found = wrong_type(text_config(VISION_CONFIGS["Qwen3-VL-8B"] | changes))
     assert found is not None and problem in found
