@@ -1,4 +1,4 @@
-"""Images among the tokens of a prompt, or of observations after it."""
+"""Images among the tokens of a prompt and of the response to it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ class PromptImage:
     features replace.
 
     Attributes:
-        start: index of the first placeholder among the token ids of prompt and response. In conversations, images may
-            follow the prompt.
+        start: index of the first placeholder among the token ids of prompt and response.
         num_tokens: number of placeholders.
         grid: numbers of patches in time (1), height and width.
         digest: SHA-256 of the encoded image.
