@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from megarl import report
 from megarl.cluster.groups.teachers import PlacedTeacher, scores_in_turn
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.image_files import attach_images, put_images
+from megarl.cluster.image_files import put_images
 from megarl.cluster.pending import join
-from megarl.cluster.rank_batch import put_sample
+from megarl.cluster.rank_batch import put_samples
 from megarl.cluster.session import Session
 from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import close_teachers, teacher_groups, with_teacher_folders
@@ -91,8 +92,8 @@ def step(
     items, data = context.take(config.batch.prompts_per_step), context.data
     assert isinstance(data, OfflineData), "expected responses, but the data contains prompts"
     rows = [data[item.row] for item in items]
-    prompts = iter(put_images([sample.prompt for row in rows for sample in row], data.images))
-    groups = [[attach_images(put_sample(sample), next(prompts)) for sample in row] for row in rows]
+    refs = iter(put_samples(put_images([sample for row in rows for sample in row], data.images)))
+    groups = [list(islice(refs, len(row))) for row in rows]
     number = context.state.step
     metrics: Metrics = {}
     train_step = partial(train, config, trained.groups["actor"], teachers, groups, number)

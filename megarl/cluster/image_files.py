@@ -19,17 +19,19 @@ from megarl.rollout.diffusers.request import ImageRequest
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.turns import Turns
 
+P = TypeVar("P", Prompt, Sample)
+
 R = TypeVar("R", bound=SamplingRequest | ImageRequest)
 
 
-def put_images(prompts: Sequence[Prompt], images: ImageFiles | None) -> list[Prompt]:
-    """Put the prompts' images into the object store, and return the prompts with references to them. Prompts with the
-    same image share its object. `images` is None for prompts without images."""
+def put_images(items: Sequence[P], images: ImageFiles | None) -> list[P]:
+    """Put the images of prompts or samples into the object store, and return the items with references to them. Items
+    with the same image share its object. `images` is None for data without images."""
     if images is None:
-        return list(prompts)
-    digests = dict.fromkeys(image.digest for prompt in prompts for image in prompt.images)
+        return list(items)
+    digests = dict.fromkeys(image.digest for item in items for image in item.images)
     files = {digest: ray.put(images.read(digest)) for digest in digests}
-    return [prompt.with_files([files[image.digest] for image in prompt.images]) for prompt in prompts]
+    return [item.with_files([files[image.digest] for image in item.images]) for item in items]
 
 
 class RayImages(ImageStore):
@@ -88,4 +90,4 @@ def fetch_files(samples: Sequence[Sample]) -> list[Sample]:
 
 def attach_images(sample: SampleRef, prompt: Prompt) -> SampleRef:
     """Attach the prompt's image references to its sample. Environment samples already have theirs."""
-    return replace(sample, prompt_images=prompt.files) if prompt.files and sample.rollout is None else sample
+    return replace(sample, image_files=prompt.files) if prompt.files and sample.rollout is None else sample

@@ -1,4 +1,4 @@
-"""Closed-form estimate of the size of a step's samples in Ray's object store."""
+"""Closed-form estimate of the size of the samples in Ray's object store."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ OBJECT_BYTES = 2048
 def object_store_mib(
     config: Config, experts: Experts | None, hidden_sizes: Sequence[int] = (), encoded: int | None = None
 ) -> int:
-    """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples in a step
-    at maximum length, with per-token scores, the teachers' states and encoded images. Space that shorter samples leave
-    unused takes no memory. Ray spills to disk if the store is full.
+    """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples that
+    exist at the same time, at maximum length, with per-token scores, the teachers' states and encoded images. Space
+    that shorter samples leave unused takes no memory. Ray spills to disk if the store is full.
 
     Args:
         experts: the actor's experts, if any; samples may carry the routes to them.
@@ -57,19 +57,15 @@ def object_store_mib(
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
     encoded = image_bytes(config) if encoded is None else encoded
-    # Sets whose size is not configured count as empty.
-    evaluated = [(settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets]
-    at_once = max(num_samples(config), num_ahead(config) + max(evaluated, default=0))
-    num_bytes = at_once * sample_bytes(config, experts) + states_bytes(config, hidden_sizes) + encoded
+    num_bytes = num_samples(config) * sample_bytes(config, experts) + states_bytes(config, hidden_sizes) + encoded
     return FLOOR_MIB + math.ceil(num_bytes / 2**20)
 
 
 def image_bytes(
     config: Config, data: PromptSet | OfflineData | None = None, evaluation: Iterable[PromptSet] = ()
 ) -> int:
-    """Return an upper bound on the size in bytes of the encoded images of all rows whose samples exist at the same
-    time. It assumes ENCODED_BYTES for the images that an environment adds to a rollout. Without `data`, it assumes the
-    same for a row, and sets whose size is not configured count as empty.
+    """Return an upper bound on the size in bytes of the encoded images of all rows and samples that exist at the same
+    time. Without `data`, it assumes ENCODED_BYTES for a row, and sets whose size is not configured count as empty.
 
     Args:
         data, evaluation: the data of the run and of each evaluation set.
@@ -79,9 +75,8 @@ def image_bytes(
     num_rows = (1 + num_retained_steps(config)) * config.batch.prompts_per_step
     if not config.is_offline:
         num_rows = num_rows * config.batch.sampling_rounds + config.prompts_ahead
-    added = num_samples(config) * ENCODED_BYTES if config.has_environment else 0
+    added = added_image_bytes(config)
     if data is None:
-        # While one set is being scored, the next one is sampled.
         return added + (num_rows + sum(settings.size or 0 for settings in config.evaluation.sets)) * ENCODED_BYTES
     # Weighted sampling may draw a row in every take. Otherwise, rows repeat once per epoch, and the drawn rows can
     # begin with the last row of an epoch.
@@ -89,9 +84,13 @@ def image_bytes(
     return added + data.row_images.num_bytes(num_rows, max_repeats) + evaluation_image_bytes(evaluation)
 
 
+def added_image_bytes(config: Config) -> int:
+    """Return the assumed size in bytes of the encoded images that environments add to samples, ENCODED_BYTES each."""
+    return num_samples(config) * ENCODED_BYTES if config.model.vision and config.plays_in_environments else 0
+
+
 def evaluation_image_bytes(evaluation: Iterable[PromptSet]) -> int:
-    """Return the size in bytes of the encoded images of all evaluation sets. They can exist at the same time, because a
-    set is sampled while earlier ones are scored."""
+    """Return the size in bytes of the encoded images of all evaluation sets; see `num_evaluated`."""
     return sum(prompts.row_images.num_bytes() for prompts in evaluation)
 
 
@@ -113,14 +112,20 @@ def state_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:
 
 
 def num_samples(config: Config) -> int:
-    """Return the maximum number of samples that exist at the same time: samples from all dynamic-sampling rounds, which
-    stay until the step ends, samples of earlier steps that may be trained again, and samples started for later
-    steps."""
-    batch, num_steps = config.batch, 1 + num_retained_steps(config)
+    """Return the maximum number of samples that exist at the same time: samples of earlier steps that may be trained
+    again, samples started for later steps, and the samples of a step or of an evaluation, which takes place between
+    steps. The samples from all dynamic-sampling rounds stay until their step ends."""
+    batch, num_earlier = config.batch, num_retained_steps(config)
     if config.is_offline:
-        return num_steps * batch.prompts_per_step * config.trained_per_prompt
-    per_prompt = batch.samples_per_prompt + config.samples_greedily
-    return num_steps * batch.sampling_rounds * batch.prompts_per_step * per_prompt + num_ahead(config)
+        return (1 + num_earlier) * batch.prompts_per_step * config.trained_per_prompt
+    per_step = batch.sampling_rounds * batch.prompts_per_step * (batch.samples_per_prompt + config.samples_greedily)
+    return num_earlier * per_step + max(per_step, num_evaluated(config)) + num_ahead(config)
+
+
+def num_evaluated(config: Config) -> int:
+    """Return the number of samples in an evaluation. Those of all sets can exist at the same time, because a set is
+    sampled while earlier ones are scored. Sets whose size is not configured count as empty."""
+    return sum((settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets)
 
 
 def num_retained_steps(config: Config) -> int:

@@ -130,7 +130,7 @@ def put_sample(sample: AnySample, images: dict[str, ray.ObjectRef] | None = None
     if not any(file is not None for file in files):
         return found
     assert None not in files, f"sample {sample.id} has images with and without files"
-    return replace(found, prompt_images=tuple(files))
+    return replace(found, image_files=tuple(files))
 
 
 def put_samples(samples: Sequence[AnySample]) -> list[SampleRef]:
@@ -218,7 +218,7 @@ class RankBatch:
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
         wanted += [ids.scores for ids in self.privileged.values() if isinstance(ids, ScoreRef)]
         unfetched = self.samples if samples is None else ()
-        images = [item.prompt_images if with_files else () for item in unfetched]
+        images = [item.image_files if with_files else () for item in unfetched]
         parts = [part for item, refs in zip(unfetched, images, strict=True) for part in (item.sample, *refs)]
         fetched = _get([*parts, *wanted])
         if samples is None:

@@ -1,4 +1,4 @@
-"""Images in prompts and in the observations that follow them."""
+"""Images in prompts and responses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ class PromptImage:
     features replace.
 
     Attributes:
-        start: index of the first placeholder among the token ids of prompt and response. Images in observations follow
-            the prompt.
+        start: index of the first placeholder among the token ids of prompt and response.
         num_tokens: number of placeholders.
         grid: numbers of patches in time (1), height and width.
         digest: SHA-256 of the encoded image.

@@ -52,7 +52,9 @@ class Sample(HoldsArrays):
         labels: float32 [R] in [0, 1], labels of the response tokens from the data, NaN for unlabeled tokens. None
             unless the data has labels.
         drafts: draft tokens that the engine verified, summed over turns.
-        response_images: the images in an environment's observations, in the order of their placeholders.
+        response_images: the images whose placeholders are in the response, in order: those in an environment's
+            observations, or those after the first trained token of a conversation in the data. `prompt.images` contains
+            the others.
     """
 
     id: str
@@ -90,6 +92,10 @@ class Sample(HoldsArrays):
         assert len(lengths) == 1, (
             f"sample {self.id}: ids, log-probs, mask, versions, candidate ids or labels differ in length: {lengths}"
         )
+        num_prompt_tokens = len(self.prompt.token_ids)
+        is_split = all(image.stop <= num_prompt_tokens for image in self.prompt.images)
+        is_split &= all(image.start >= num_prompt_tokens for image in self.response_images)
+        assert is_split, f"sample {self.id}: an image is in the wrong one of prompt.images and response_images"
 
     def __hash__(self) -> int:
         return hash(self.id)
@@ -144,7 +150,7 @@ class Sample(HoldsArrays):
 
     @property
     def images(self) -> tuple[PromptImage, ...]:
-        """All images, in the order of their placeholders: those of the prompt, then those of observations."""
+        """All images, in the order of their placeholders."""
         return (*self.prompt.images, *self.response_images)
 
     def with_files(self, files: Sequence[Any]) -> Sample:
@@ -210,8 +216,8 @@ class SampleRef:
         sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself. Of an
             image, it has only the part for training.
         pictured: reference to the image's part for rewards; None for a text.
-        prompt_images: references to the encoded images of the sample, in the order of Sample.images. They are stored
-            separately from the sample. Without an environment, the tuple is empty until a step takes the sample.
+        image_files: references to the encoded images of the sample, in the order of Sample.images. They are stored
+            separately from the sample. Without an environment, the tuple is empty until a step takes the group.
         tokens_per_step: LatentSample.num_tokens; 0 for a text.
         step: index of the single trained denoising step to which the reference refers, once an image is dispatched;
             None: the whole sample.
@@ -254,7 +260,7 @@ class SampleRef:
     patch_grids: tuple[tuple[int, int, int], ...] = ()
     sample: Any = None
     pictured: Any = None
-    prompt_images: tuple[Any, ...] = ()
+    image_files: tuple[Any, ...] = ()
     tokens_per_step: int = 0
     step: int | None = None
     outcome: float = 0.0

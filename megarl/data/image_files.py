@@ -12,17 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, unquote_to_bytes
 
 from megarl.core.errors import UserError
 from megarl.core.files import UnusableFile, open_regular
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
+from megarl.core.sample import Sample
 from megarl.data.images import ImageError, size_of
 
 MAX_FILE_BYTES = 2**28
 """Maximum size of an encoded image in bytes."""
+
+P = TypeVar("P", Prompt, Sample)
 
 _REMOTE = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
@@ -111,9 +114,9 @@ class ImageFiles:
             raise UserError(f"{place}: the image has changed since the run started. Fix: restore the file")
         return file
 
-    def attach(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with its encoded images. Raise the errors of `read`."""
-        return prompt.with_files([self.read(image.digest) for image in prompt.images])
+    def attach(self, item: P) -> P:
+        """Return the prompt or sample with its encoded images. Raise the errors of `read`."""
+        return item.with_files([self.read(image.digest) for image in item.images])
 
     def _copy(self, file: bytes) -> tuple[int, int]:
         """Append an image to the temporary file, and return its offset and size. Requires the lock."""

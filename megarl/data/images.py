@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -23,11 +24,22 @@ if TYPE_CHECKING:
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow's names of the supported formats. Others, such as EPS, start external programs."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow's names of the supported formats. Others start external programs, such as EPS, or can take very long to decode
+small files, such as AVIF and JPEG 2000."""
 
 MAX_IMAGE_PIXELS = 89_478_485
 """Maximum area of an image. It is the limit above which Pillow warns of decompression bombs."""
+
+MAX_SCANS = 100
+"""Maximum number of scans in a JPEG file, as in libtiff. Each scan of a progressive file takes a pass over the whole
+image, about 0.05 s for 89 million pixels, but may have only 150 bytes. Without the limit, a file of 64 MiB could have
+450,000 scans, which take 6 hours. The other formats decode each pixel only once."""
+
+_SEGMENT = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")
+"""Matches a JPEG marker before a segment. Markers within a scan, 0 and 0xd0 to 0xd7, do not begin a segment."""
+
+_END_OF_IMAGE, _START_OF_SCAN = b"\xd9", b"\xda"
 
 LARGE_PIXELS = 2**24
 """Area above which images are decoded one at a time, because decoding can take 9 bytes per pixel."""
@@ -70,6 +82,8 @@ def decode(file: bytes) -> Image.Image:
     try:
         image: Image.Image = Image.open(io.BytesIO(file), formats=FORMATS)
         _require_size(image)
+        if image.format in ("JPEG", "MPO") and _num_scans(file) > MAX_SCANS:
+            raise ImageError(f"it is a JPEG file with more than {MAX_SCANS} scans", "save it again")
         with _large_image if image.width * image.height > LARGE_PIXELS else nullcontext():
             with suppress(Exception):  # as in vLLM, an image with damaged EXIF data is not rotated
                 image = ImageOps.exif_transpose(image)
@@ -119,6 +133,15 @@ def _require_size(image: Image.Image) -> None:
         raise ImageError(f"it is empty ({image.width} × {image.height} pixels)")
     if image.width * image.height > MAX_IMAGE_PIXELS:
         raise ImageError(f"it has {image.width} × {image.height} pixels, more than the maximum of {MAX_IMAGE_PIXELS}")
+
+
+def _num_scans(file: bytes) -> int:
+    """Return the number of scans in a JPEG file, or MAX_SCANS + 1 if there are more."""
+    number, position = 0, 2
+    while number <= MAX_SCANS and (marker := _SEGMENT.search(file, position)) and marker[1] != _END_OF_IMAGE:
+        number += marker[1] == _START_OF_SCAN
+        position = marker.end() + max(2, int.from_bytes(file[marker.end() : marker.end() + 2]))
+    return number
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

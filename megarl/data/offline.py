@@ -71,7 +71,7 @@ class OfflineData:
     def row_images(self) -> RowImages:
         """The images of each row."""
         # The samples of a row share its images.
-        return RowImages(self.images, [row[0].prompt.images for row in self.rows])
+        return RowImages(self.images, [row[0].images for row in self.rows])
 
 
 def load_offline_data(config: Config, model_folder: Path) -> OfflineData:
@@ -105,7 +105,7 @@ def _samples(
                     num_prompt_tokens += (image.num_tokens - 1) * (image.start < num_prompt_tokens)
             samples.append(_sample(name, number, num_prompt_tokens, (ids, mask), labels, images))
         longest = max(samples, key=lambda sample: sample.num_tokens)
-        num_image_tokens = sum(image.num_tokens for image in longest.prompt.images)
+        num_image_tokens = sum(image.num_tokens for image in longest.images)
         is_dropped = too_long(longest.num_tokens, "the row", config, place, num_image_tokens)
         yield None if is_dropped else tuple(samples)
 
@@ -186,9 +186,11 @@ def _sample(
     """Return a sample. Its text fields are empty, since they are not used."""
     ids, mask = tokens
     response = ids[num_prompt_tokens:]
+    num_prompt_images = sum(image.start < num_prompt_tokens for image in images)
+    prompt_ids = np.array(ids[:num_prompt_tokens], np.int32)
     return Sample(
         id=f"{prompt_id}.{number}",
-        prompt=Prompt(prompt_id, "", np.array(ids[:num_prompt_tokens], np.int32), images=images),
+        prompt=Prompt(prompt_id, "", prompt_ids, images=images[:num_prompt_images]),
         response_ids=np.array(response, np.int32),
         response_logprobs=np.zeros(len(response), np.float32),
         response_mask=np.array(mask[num_prompt_tokens:], np.bool_),
@@ -196,6 +198,7 @@ def _sample(
         finish_reason="stop",
         text="",
         labels=labels,
+        response_images=images[num_prompt_images:],
     )
 
 
@@ -281,6 +284,6 @@ def _hash(rows: Sequence[Sequence[Sample]]) -> str:
             for sample in row
         ]
         tokens += [sample.labels.tolist() for sample in row if sample.labels is not None]
-        tokens += [[image.digest for image in sample.prompt.images] for sample in row if sample.prompt.images]
+        tokens += [[image.digest for image in sample.images] for sample in row if sample.images]
         digest.update(json.dumps(tokens).encode() + b"\n")
     return digest.hexdigest()

@@ -14,7 +14,7 @@ from megarl.cluster.groups.engines import engine_group
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.machine import check_machine, place_here
-from megarl.cluster.object_store import evaluation_image_bytes
+from megarl.cluster.object_store import added_image_bytes, evaluation_image_bytes
 from megarl.cluster.pending import join
 from megarl.cluster.session import Session
 from megarl.config.cluster_schema import Roles
@@ -68,7 +68,8 @@ def run(config: Config, out: Path, scratch: Path) -> None:
     (out / "config.resolved.yaml").write_text(dump(config), encoding="utf-8")
     print(f"model: {folder}", flush=True)
     with ExitStack() as stack:
-        session = stack.enter_context(Session(config, logs, scratch, encoded=evaluation_image_bytes(prompts.values())))
+        encoded = added_image_bytes(config) + evaluation_image_bytes(prompts.values())
+        session = stack.enter_context(Session(config, logs, scratch, encoded=encoded))
         models, placement = ModelFolders(folder, None, None, None), place_here(config)
         elapsed = ElapsedTime()
         engines = engine_group(config)(session, config, folder, placement.engines)

@@ -135,7 +135,10 @@ def evaluate_sets(
         pairs = zip(drawn, sampled, strict=True)
         samples = [attach_images(sample, prompt) for prompt, group in pairs for sample in completed(group)]
         # Drop the references, so that the object store can free the samples.
-        groups = [[replace(sample, sample=None) for sample in completed(group)] for group in sampled]
+        groups = [
+            [replace(sample, sample=None, pictured=None, image_files=()) for sample in completed(group)]
+            for group in sampled
+        ]
         versions = versions_of(groups)
         assert versions <= {version}, f"{name}: the samples have versions {versions} instead of {version}"
         scoring.append((settings, groups, rewards.evaluate(samples, name, version, file(name, version))))

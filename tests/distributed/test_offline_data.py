@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -252,7 +252,7 @@ def train(store, rank: int, config: Config, folder: Path) -> RankResult:
     for number in (0, 1):
         chosen = [sample for row in data.rows[number * ROWS // 2 :][: ROWS // 2] for sample in row]
         if data.images is not None:
-            chosen = [replace(sample, prompt=data.images.attach(sample.prompt)) for sample in chosen]
+            chosen = list(map(data.images.attach, chosen))
         handed_out = dispatch(config, [scored_sample(sample) for sample in chosen], worker.packing)
         batch = local_batch(handed_out[worker.data_parallel_rank])
         if isinstance(worker, ActorWorker) and config.has_reference:

@@ -144,10 +144,11 @@ class Screens(Environment):
 """
 
 
-def screens(folder: Path) -> list[str]:
-    (folder / "screens.py").write_text(ENVIRONMENT)
+def screens(folder: Path, more: str = "", name: str = "Screens") -> list[str]:
+    """Write the environment, followed by more code, and return the keys for the class with this name."""
+    (folder / "screens.py").write_text(ENVIRONMENT + more)
     return [
-        f"environment={{class: '{folder}/screens.py:Screens', max_turns: 4, turn_tokens: 5, processes: 1}}",
+        f"environment={{class: '{folder}/screens.py:{name}', max_turns: 4, turn_tokens: 5, processes: 1}}",
         "rollout={max_new_tokens: 200, context_length: 320}",
         "rewards.functions=[]",
     ]

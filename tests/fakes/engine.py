@@ -1,7 +1,7 @@
 """An engine without vLLM that starts in a second.
 
 It receives the trainer's weights over the real transports. Its tokens are a function of the weights, the seed and the
-previous tokens.
+previous tokens, but not of images.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megarl.config.schema import Config
 from megarl.core.completion import Completion, VersionRun
 from megarl.core.sample import Sample
 from megarl.models.folder import read_config
+from megarl.models.vision import add_vision
 from megarl.resharding.execute import execute
 from megarl.resharding.families import vllm_holders
 from megarl.resharding.piece import Holder
@@ -44,6 +45,8 @@ class FakeEngine:
     def __init__(self, config: Config, model_folder: Path):
         self.version: int | None = None
         self._config, hf_config = config.rollout, read_config(model_folder)
+        if config.model.vision:
+            hf_config = add_vision(hf_config)
         self._vocab_size, self._end = hf_config["vocab_size"], hf_config["eos_token_id"]
         self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
         self._workers = [

@@ -25,10 +25,10 @@ from megarl.rewards.scorer import Scorer, require_ratings
 
 Append = Callable[[Path, int, Sequence[tuple[Sample, Score]]], object]
 
-PromptImages = Mapping[str, Sequence[Any]]
+SampleImages = Mapping[str, Sequence[Any]]
 """References to the samples' encoded images, in the order of Sample.images, by sample id."""
 
-NO_IMAGES: PromptImages = MappingProxyType({})
+NO_IMAGES: SampleImages = MappingProxyType({})
 
 
 class SetScorer:
@@ -42,7 +42,7 @@ class SetScorer:
         self._pool, self._append = pool, append
 
     async def score(
-        self, samples: Sequence[Sample], version: int, file: Path, images: PromptImages = NO_IMAGES
+        self, samples: Sequence[Sample], version: int, file: Path, images: SampleImages = NO_IMAGES
     ) -> list[Score]:
         """Score each sample with the results for its whole rollout, and write the samples as text to a JSONL file."""
         judged = [sample for sample in samples if is_judged(sample)]

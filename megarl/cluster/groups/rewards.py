@@ -14,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
-from megarl.cluster.groups.evaluation import NO_IMAGES, EvaluationScorer, PromptImages
+from megarl.cluster.groups.evaluation import NO_IMAGES, EvaluationScorer, SampleImages
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
@@ -60,7 +60,7 @@ class RewardActor(AsyncProcessActor):
     async def start(self, config: Config, models: ModelFolders) -> None:
         self._worker = RewardWorker(config, models, self._process.threads)
 
-    async def begin(self, samples: Sequence[Sample], images: PromptImages = NO_IMAGES) -> None:
+    async def begin(self, samples: Sequence[Sample], images: SampleImages = NO_IMAGES) -> None:
         self._worker.receive(samples, images)
 
     async def forget(self, rollout_ids: Collection[str]) -> None:
@@ -107,7 +107,7 @@ class RewardWorker:
             self._reader = reader = model_reader(config, folder, models.actor)
             self._model_score = classifier_reward(config, folder, reader)
 
-    def receive(self, samples: Sequence[Sample], images: PromptImages = NO_IMAGES) -> None:
+    def receive(self, samples: Sequence[Sample], images: SampleImages = NO_IMAGES) -> None:
         """Start scoring samples that have just been sampled. Ignore samples that were already scored or dropped,
         because an engine's message may arrive after the driver's request for scores. If a function needs images that
         `images` lacks, `score` scores the sample instead. Files with finished groups contain the images of
@@ -125,7 +125,7 @@ class RewardWorker:
             if self._single_functions and self._begun.keys() >= set(names):
                 self._finished.record(group, {name: self._begun[name][1] for name in names})
 
-    def begin(self, sample: Sample, images: PromptImages = NO_IMAGES) -> asyncio.Task[dict[str, Result]]:
+    def begin(self, sample: Sample, images: SampleImages = NO_IMAGES) -> asyncio.Task[dict[str, Result]]:
         """Start scoring a sample with the reward functions. An equal sample of the same rollout is scored only once."""
         begun, task = self._begun.get(sample.rollout_id, (None, None))
         if task is None or begun != sample:
@@ -133,7 +133,7 @@ class RewardWorker:
             self._begun[sample.rollout_id] = sample, task
         return task
 
-    async def _judge_single(self, sample: Sample, images: PromptImages) -> dict[str, Result]:
+    async def _judge_single(self, sample: Sample, images: SampleImages) -> dict[str, Result]:
         if self._single_see_images:
             [sample] = await fetch_images([sample], images)
         return await judge_single(self._pool, self._single_functions, sample)
@@ -170,7 +170,7 @@ class RewardWorker:
         model_scores: Scores,
         step: int,
         rollouts: Path,
-        images: PromptImages = NO_IMAGES,
+        images: SampleImages = NO_IMAGES,
     ) -> tuple[list[Score], Scores]:
         """Score the samples and append them as text to a JSONL file. Return their scores, and references to per-token
         rewards if the reward model or a reward function returns any. `model_scores` refers to the reward model's
@@ -214,7 +214,7 @@ class RewardWorker:
         return {name: put_scores(prompts) for name, prompts in self._feedback.take().items()}
 
     async def evaluate(
-        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: PromptImages = NO_IMAGES
+        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: SampleImages = NO_IMAGES
     ) -> list[Score]:
         """Score samples from the evaluation set with this name. See SetScorer.score."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
@@ -323,14 +323,14 @@ def _fetch_images(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, 
 def _with_own_images(refs: Sequence[SampleRef]) -> list[AnySample]:
     """Fetch samples with the images of environments."""
     pairs = zip(get_samples(refs), refs, strict=True)
-    samples = [with_images(s, r.prompt_images) if isinstance(s, Sample) else s for s, r in pairs]
+    samples = [with_images(s, r.image_files) if isinstance(s, Sample) else s for s, r in pairs]
     # Fetch all at once, so that samples share the bytes of equal images.
     fetched = iter(fetch_files([sample for sample in samples if isinstance(sample, Sample)]))
     return [next(fetched) if isinstance(sample, Sample) else sample for sample in samples]
 
 
-def _images_of(samples: Sequence[SampleRef]) -> PromptImages:
-    return {sample.id: sample.prompt_images for sample in samples if sample.prompt_images}
+def _images_of(samples: Sequence[SampleRef]) -> SampleImages:
+    return {sample.id: sample.image_files for sample in samples if sample.image_files}
 
 
 def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:
@@ -377,7 +377,7 @@ class RewardGroup(WorkerGroup):
         model_scores: Scores,
         step: int,
         rollouts: Path,
-        images: PromptImages,
+        images: SampleImages,
     ) -> tuple[list[Score], Scores]: ...
 
     @remote(timeout="rewards")
@@ -385,7 +385,7 @@ class RewardGroup(WorkerGroup):
 
     @remote(timeout="rewards", phase="evaluation")
     def _evaluate(
-        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: PromptImages
+        self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path, images: SampleImages
     ) -> list[Score]: ...
 
     @remote(timeout="checkpoint")

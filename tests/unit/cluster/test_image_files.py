@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 from dataclasses import replace
+from pathlib import Path
 
-from megarl.cluster.image_files import attach_images, get_images, get_images_of_turns
+import pytest
+import ray
+
+from megarl.cluster.image_files import attach_images, get_images, get_images_of_turns, put_images
+from megarl.cluster.rank_batch import put_samples
+from megarl.core.completion import VersionRun
 from megarl.core.episode import RolloutInfo
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
-from megarl.core.sample import SampleRef
+from megarl.core.sample import Sample, SampleRef
+from megarl.data.image_files import ImageFiles
 from megarl.rollout.engine import SamplingRequest
+from tests.unit.data.image_data import png
 
 
 class Ref:
@@ -58,7 +66,21 @@ def test_samples_of_environments_keep_their_own_images() -> None:
     """An environment may replace the images of the data, or leave them out."""
     prompt = request("0", [Ref(b"a")]).prompt
     plain = SampleRef("1.0.0", "p", 1, 1, 1, "stop", 0, 0)
-    assert attach_images(plain, prompt).prompt_images == (prompt.images[0].file,)
-    played = replace(plain, rollout=RolloutInfo("done", 1, 1, {}, 0, 0), prompt_images=("own",))
+    assert attach_images(plain, prompt).image_files == (prompt.images[0].file,)
+    played = replace(plain, rollout=RolloutInfo("done", 1, 1, {}, 0, 0), image_files=("own",))
     assert attach_images(played, prompt) == played
-    assert attach_images(replace(played, prompt_images=()), prompt).prompt_images == ()
+    assert attach_images(replace(played, image_files=()), prompt).image_files == ()
+
+
+def test_samples_of_conversations_refer_to_all_their_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal images are stored once, apart from the samples."""
+    stored: list[object] = []
+    monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or f"ref {len(stored)}")
+    files, contents = ImageFiles(), [png(4, 4), png(8, 8)]
+    a, b = (PromptImage(i, 1, (1, 2, 2), files.add(file, tmp_path).digest) for i, file in enumerate(contents))
+    run = (VersionRun(0, 1),)
+    first = Sample("0", Prompt("0", "", [9], images=(a,)), [9], [0.0], [False], run, "stop", "", response_images=(b,))
+    second = Sample("1", Prompt("1", "", [9], images=(replace(b, start=0),)), [5], [0.0], [True], run, "stop", "")
+    refs = put_samples(put_images([first, second], files))
+    assert [ref.image_files for ref in refs] == [("ref 1", "ref 2"), ("ref 2",)]
+    assert stored == [*contents, first, second]

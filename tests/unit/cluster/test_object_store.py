@@ -11,6 +11,7 @@ import torch
 
 from megarl.cluster.object_store import (
     FLOOR_MIB,
+    added_image_bytes,
     image_bytes,
     num_samples,
     object_store_mib,
@@ -139,10 +140,16 @@ def test_size_grows_with_the_batch():
 
 
 def test_size_covers_evaluations_larger_than_a_step():
-    sets = "evaluation.sets=[{name: a, size: 100, samples_per_prompt: 4, temperature: 1.0}, {name: b}]"
-    large = config("batch={prompts_per_step: 8, samples_per_prompt: 2, prompts_per_update: 8}", sets)  # 16 in a step
+    """The samples of all sets exist at the same time if their scoring is slow. The previous step's 16 samples may be
+    trained again until its copy is complete."""
+    some = "{name: a, size: 100, samples_per_prompt: 4, temperature: 1.0}, {name: b, size: 30}, {name: c}"
+    step = ("batch={prompts_per_step: 8, samples_per_prompt: 2, prompts_per_update: 8}", "cluster.replace_ranks=true")
+    large = config(*step, f"evaluation.sets=[{some}]")
+    assert num_samples(large) == 16 + 400 + 30
+    assert num_samples(config(*step, "evaluation.sets=[{name: b, size: 15}]")) == 16 + 16
+    assert num_samples(config(*step, "evaluation.sets=[{name: b, size: 15}, {name: c, size: 2}]")) == 16 + 17
     of_samples = object_store_mib(large, None) - FLOOR_MIB
-    assert of_samples == pytest.approx(400 * sample_bytes(large, None) / 2**20, abs=1)
+    assert of_samples == pytest.approx(446 * sample_bytes(large, None) / 2**20, abs=1)
 
 
 def test_rows_of_offline_data_count_as_samples(tmp_path: Path):
@@ -214,6 +221,16 @@ def test_images_of_unread_data_have_an_assumed_size():
     settings = config(*IMAGES, "batch={prompts_per_step: 6, prompts_per_update: 6}", "rollout.max_staleness=0")
     assert image_bytes(settings) == 6 * 2**20
     assert image_bytes(settings.model_copy(update={"model": settings.model.model_copy(update={"vision": False})})) == 0
+
+
+def test_size_includes_the_images_that_environments_add():
+    """1 MiB each for 4 + 10 + 5 rows, and for the 10 · 3 + 5 samples of an evaluation, which exceed a step's 8."""
+    step = "batch={prompts_per_step: 4, prompts_per_update: 4, samples_per_prompt: 2}"
+    played = "{name: a, size: 10, samples_per_prompt: 3, temperature: 1.0, environment: {class: 'e.py:E'}}"
+    settings = config(*IMAGES, step, f"evaluation.sets=[{played}, {{name: b, size: 5}}]")
+    assert image_bytes(settings) == (19 + 35) * 2**20
+    assert added_image_bytes(settings) == 35 * 2**20
+    assert added_image_bytes(config(*IMAGES, step, "evaluation.sets=[{name: b, size: 5}]")) == 0
 
 
 def test_configured_size_is_used_unchanged():

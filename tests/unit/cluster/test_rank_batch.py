@@ -113,7 +113,7 @@ def test_images_are_fetched_once_with_their_samples(store, monkeypatch):
     files = {"a ref": b"a", "b ref": b"b"}
     monkeypatch.setattr(ray, "get", lambda refs: store.append([*refs]) or [(stored | files)[ref] for ref in refs])
     refs = [
-        replace(SampleRef.of(sample, ref), prompt_images=("a ref", "b ref", "a ref")) for ref, sample in stored.items()
+        replace(SampleRef.of(sample, ref), image_files=("a ref", "b ref", "a ref")) for ref, sample in stored.items()
     ]
     fetched = RankBatch(tuple(refs), ((0, 1),)).fetch_samples()
     assert store == [["ref 1", "a ref", "b ref", "ref 2"]]
@@ -136,10 +136,10 @@ def test_images_of_environments_are_stored_apart_once(monkeypatch):
     prompt, response = Prompt("p", "", [9], images=(a,)), replace(b, start=1)
     samples = [replace(SAMPLES[name], prompt=prompt, response_images=(response,)) for name in ("ref 1", "ref 2")]
     refs = put_samples(samples)
-    assert [ref.prompt_images for ref in refs] == [("ref 1", "ref of b")] * 2
+    assert [ref.image_files for ref in refs] == [("ref 1", "ref of b")] * 2
     assert stored[0] == b"a" and all(image.file is None for sample in stored[1:] for image in sample.images)
     plain = put_samples([samples[0].without_files])[0]
-    assert plain.prompt_images == () and stored[-1] == stored[1]
+    assert plain.image_files == () and stored[-1] == stored[1]
     with pytest.raises(AssertionError, match="sample 1 has images with and without files"):
         put_samples([replace(samples[0], response_images=(replace(response, file=None),))])
 

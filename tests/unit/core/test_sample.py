@@ -8,6 +8,7 @@ import pytest
 
 from megarl.core.completion import CandidateIds, VersionRun
 from megarl.core.prompt import Prompt
+from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample, SampleRef
 
 SOURCE = np.random.default_rng(0)
@@ -50,6 +51,15 @@ def test_samples_pickled_together_share_their_prompt():
     assert len(pickled) < 2 * 4 * 5000
     restored = pickle.loads(pickled)
     assert all(other.prompt is restored[0].prompt for other in restored)
+
+
+def test_images_must_be_in_their_part_of_the_sample():
+    prompt, response = PromptImage(8, 2, (1, 2, 4), "a"), PromptImage(10, 2, (1, 2, 4), "b")
+    ids = Prompt("p", "", range(10), images=(prompt,))
+    assert sample(2, prompt=ids, response_images=(response,)).images == (prompt, response)
+    for wrong in (dict(prompt=replace(ids, images=(replace(prompt, start=9),))), dict(response_images=(prompt,))):
+        with pytest.raises(AssertionError, match="an image is in the wrong one of prompt"):
+            sample(2, **wrong)
 
 
 def test_sample_arrays_are_read_only_but_their_sources_are_not():

@@ -19,7 +19,16 @@ from PIL import Image, ImageCms
 from megarl.core.errors import UserError
 from megarl.core.prompt_images import PromptImage
 from megarl.data import images
-from megarl.data.images import JPEG_QUALITY, MAX_IMAGE_PIXELS, ImageError, ImageProcessor, decode, shrunk_url, size_of
+from megarl.data.images import (
+    JPEG_QUALITY,
+    MAX_IMAGE_PIXELS,
+    MAX_SCANS,
+    ImageError,
+    ImageProcessor,
+    decode,
+    shrunk_url,
+    size_of,
+)
 from tests import tiny_vision
 from tests.unit.data.image_data import encoded, picture, png
 
@@ -135,6 +144,20 @@ def test_large_images_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
         images._large_image.release()
         assert large.result() == (20, 11)
         images._large_image.acquire()
+
+
+def with_scans(count: int) -> bytes:
+    """Return a progressive JPEG file whose last scan is repeated. Its metadata and trailer contain scans as well."""
+    file = encoded(picture(64, 64), "JPEG", progressive=True, comment=200 * b"\xff\xda\0\x02")
+    last = file.rindex(b"\xff\xda")
+    num_earlier = file.count(b"\xff\xda") - 200 - 1
+    return file[:last] + file[last:-2] * (count - num_earlier) + file[-2:] + 200 * b"\xff\xda\0\x02"
+
+
+def test_jpeg_files_with_many_scans_are_errors() -> None:
+    assert size_of(with_scans(MAX_SCANS)) == (64, 64)
+    with pytest.raises(ImageError, match="it is a JPEG file with more than 100 scans"):
+        decode(with_scans(MAX_SCANS + 1))
 
 
 def test_exhausted_memory_is_not_a_damaged_image(monkeypatch: pytest.MonkeyPatch) -> None:

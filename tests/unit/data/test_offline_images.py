@@ -53,12 +53,13 @@ def check(sample: Sample, prompt: str, response: str, trained: str) -> None:
     assert sample.response_ids.tolist() == tokenizer(response)["input_ids"]
     assert sample.response_ids[sample.response_mask].tolist() == tokenizer(trained)["input_ids"]
     is_placeholder = np.zeros(sample.num_tokens, bool)
-    for image in sample.prompt.images:
+    for image in sample.images:
         is_placeholder[image.start : image.stop] = True
     np.testing.assert_array_equal(is_placeholder, sample.token_ids == tiny_vision.IMAGE_ID)
 
 
 def test_conversations_may_have_images_in_every_turn(folder: Path) -> None:
+    """The images after the first response belong to the response."""
     record = {
         "messages": [
             message("user", "<image>What?"),
@@ -80,9 +81,11 @@ def test_conversations_may_have_images_in_every_turn(folder: Path) -> None:
         "A cat.<|im_end|>Two.<|im_end|>",
     )
     check(other, "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n", "2<|im_end|>", "2<|im_end|>")
-    assert data.images is not None and len(data.images) == 3 and not other.prompt.images
+    assert data.images is not None and len(data.images) == 3 and not other.images
+    assert (len(sample.prompt.images), len(sample.response_images)) == (1, 2)
     files = [(folder / name).read_bytes() for name in SIZES]
-    assert list(data.images.attach(sample.prompt).files) == files
+    assert [image.file for image in data.images.attach(sample).images] == files
+    assert data.row_images.num_bytes() == sum(map(len, files))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

@@ -180,7 +180,7 @@ FAILURES = {
     "file": f"'file:///etc/hostname' is not an image. {NOT_AN_IMAGE}",
     "empty": f"NoneType is not an image. {NOT_AN_IMAGE}",
     "damaged": "an image from the environment: it cannot be decoded (image file is truncated). Fix: replace the image",
-    "text": "JPEG, JPEG2000, PNG, PPM, TIFF, WEBP). Fix: replace the image",
+    "text": "JPEG, PNG, PPM, TIFF, WEBP). Fix: replace the image",
     "bomb": "it has 12000 × 12000 pixels, more than the maximum of 89478485. Fix: replace the image",
     "untyped": "is not a message part. Fix: use a part of type text, image or image_url",
     "input": "is not a message part. Fix: use a part of type text, image or image_url",

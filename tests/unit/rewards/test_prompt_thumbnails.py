@@ -127,7 +127,7 @@ def test_observation_thumbnails_are_limited_per_step(tmp_path: Path, monkeypatch
     monkeypatch.setattr(prompt_thumbnails, "MAX_THUMBNAILS", 1)
     file = tmp_path / "step_000001.jsonl"
     for first, color in enumerate((RED, GREEN)):
-        observed = prompt("o", encoded(color)).images
+        observed = prompt("o", "see", encoded(color)).images
         item = replace(sample(f"1.{first}.0", prompt("p", "go")), response_images=observed)
         append_rollouts(file, 1, [(item, Score(1, {}))], decode=decode)
     assert names_in(tmp_path) == {f"{prompt('o', encoded(RED)).images[0].digest}.png"}

@@ -176,7 +176,7 @@ def test_trained_samples_refer_to_their_prompts_images(monkeypatch):
     images, rollouts = Images(monkeypatch), Rollouts(random.Random(0))
     trained, _ = attempt(config_of(0), rollouts, fresh(), 2, images.data)
     for sample in (sample for step in trained for sample in step):
-        assert sample.prompt_images == (f"ref of file {int(sample.prompt_id) // 2}",)
+        assert sample.image_files == (f"ref of file {int(sample.prompt_id) // 2}",)
     assert images.num_objects == 4  # the images 0 and 1 of prompts 0 to 2, and 1 and 2 of prompts 3 to 5
     assert all(image.file is None for prompt in images.data.prompts for image in prompt.images)
 
@@ -190,7 +190,7 @@ def test_restored_samples_refer_to_their_prompts_images(monkeypatch, tmp_path):
     queue = queue_of(config_of(0), Rollouts(random.Random(0)), state, saves, images.data)
     queue.restore(saves)
     [taken] = queue.take(1, 1, lambda: None)
-    assert taken == [replace(sample, prompt_images=("ref of file 3",)) for sample in samples]
+    assert taken == [replace(sample, image_files=("ref of file 3",)) for sample in samples]
 
 
 DROPS = "rollout.on_stale=drop"

@@ -159,7 +159,7 @@ def test_images_of_environments_are_restored(worker, calls, tmp_path, monkeypatc
 def test_images_of_environments_are_saved_in_checkpoints(worker, tmp_path, monkeypatch):
     images = PromptImage(0, 1, (1, 2, 2), "a"), PromptImage(1, 1, (1, 2, 2), "b")
     item = replace(sample("3.0.0", "x"), prompt=Prompt("p", "", [5], images=images[:1]), response_images=images[1:])
-    refs = [replace(SampleRef.of(item, item), prompt_images=(b"a", b"b"))]
+    refs = [replace(SampleRef.of(item, item), image_files=(b"a", b"b"))]
     monkeypatch.setattr(rewards, "get_samples", lambda refs: [ref.sample for ref in refs])
     monkeypatch.setattr(rewards, "put_samples", list)
     worker.save_groups([(4, 3, refs)], tmp_path / "rollouts" / "waiting")
@@ -176,7 +176,7 @@ def test_samples_share_the_bytes_of_an_image(monkeypatch):
     a, b = stored
     images = PromptImage(0, 1, (1, 2, 2), "a"), PromptImage(1, 1, (1, 2, 2), "b")
     items = [replace(sample(f"3.{k}.0", "x"), prompt=Prompt("p", "", [5, 5], images=images)) for k in range(3)]
-    refs = [replace(SampleRef.of(item, item), prompt_images=(a, b)) for item in items[:2]]
+    refs = [replace(SampleRef.of(item, item), image_files=(a, b)) for item in items[:2]]
     *pictured, plain = rewards._with_own_images([*refs, SampleRef.of(items[2], items[2])])
     files = [[image.file for image in item.images] for item in pictured]
     assert files == [[b"\1" * 4, b"\2" * 4]] * 2 and plain == items[2]
@@ -184,7 +184,7 @@ def test_samples_share_the_bytes_of_an_image(monkeypatch):
 
 
 def test_reward_model_does_not_read_images_of_environments():
-    item = replace(sample("3.0.0", "x"), response_images=(PromptImage(0, 1, (1, 2, 2), "a"),))
+    item = replace(sample("3.0.0", "x"), response_images=(PromptImage(1, 1, (1, 2, 2), "a"),))
     unread = rewards._read(None, item)
     assert isinstance(unread, Unreadable) and "Fix: set reward_model.path=null" in str(unread)
 
