@@ -108,7 +108,7 @@ def _images(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_digest(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the images under this key of a line, without malformed ones. Their places may be unknown."""
+    """Return the well-formed images under this key of a line. Their positions may be unknown."""
     images = record.get(key)
     images = [image for image in images if isinstance(image, dict)] if isinstance(images, list) else []
     return [image for image in images if is_plain(image.get("num_tokens"), int) and is_plain(image.get("digest"), str)]
