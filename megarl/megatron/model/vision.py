@@ -166,7 +166,7 @@ class PatchProjection(torch.nn.Conv3d):
 
 
 SEGMENTS = "megarl_flash_segments"
-"""Name of `attend_in_segments` in transformers. Its name contains "flash" so that towers call it once per layer
+"""Name of `attend_in_segments` in transformers. It contains "flash" so that towers call it once per layer
 with all tokens instead of once per segment."""
 
 
