@@ -43,7 +43,7 @@ SETTLE_S = 3.0
 """Seconds after the first failure in which other calls may also fail. The cause is among these failures."""
 
 RAYLET_S = 1.0
-"""Seconds in which a raylet exits after its actors have."""
+"""Seconds to wait for a raylet to exit after its actors."""
 
 CAUSE_S = 30.0
 """Maximum time in seconds to wait for the cause if all known errors are consequences, such as closed connections. An
@@ -343,7 +343,7 @@ class Session:
         awaited = failing if are_ranks else self._pending
         deadline = time.monotonic() + SETTLE_S
         while any(pending.unfinished for pending in awaited) and (left := deadline - time.monotonic()) > 0:
-            # All ranks are replaced, whichever of them are lost, and those that wait for a lost one never return.
+            # Losing one rank replaces all of them, and ranks that wait for a lost rank never return.
             if are_ranks and _have_loss(awaited):
                 break
             self._ended(left)

@@ -30,8 +30,7 @@ def select_prompt(record: Mapping[str, Any], max_characters: int) -> dict[str, A
 
 
 def select_turns(record: Mapping[str, Any], max_characters: int) -> list[dict[str, Any]]:
-    """Return the fields of a line's messages that the page shows. The text of each message is shortened to
-    `max_characters`."""
+    """Return the fields to show for each message in a line, with its text shortened to `max_characters`."""
     # Messages cover the whole rollout, but the line has only the images of its own sample. Messages from environments
     # refer to images by digest.
     images = iter([] if record.get("first_turn") else _images(record))
@@ -108,7 +107,7 @@ def _images(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_digest(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the images under this key of a line, without malformed ones. Their places may be unknown."""
+    """Return the well-formed images under this key of a line. Their positions may be unknown."""
     images = record.get(key)
     images = [image for image in images if isinstance(image, dict)] if isinstance(images, list) else []
     return [image for image in images if is_plain(image.get("num_tokens"), int) and is_plain(image.get("digest"), str)]

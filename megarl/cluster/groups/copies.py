@@ -120,8 +120,8 @@ class CopyingGroup(RankGroup):
         """Restore the state after `step` from copies made by earlier processes of these ranks."""
 
     def holds_copies(self, step: int) -> bool:
-        """Return whether each rank's copy after `step` is complete on a node that is not lost. A node that is lost
-        during the call counts as one without copies. No rank may be running: see `kill`."""
+        """Return whether each rank's copy after `step` is complete on a node that is not lost. A node lost during
+        the call counts as having no copies. No rank may be running: see `kill`."""
         lost = self._session.members.lost()
         placed = {p.node.number: p for p in self._processes if p.node.number not in lost}
         names = [f"{self._worker_role}-{process.index}" for process in self._processes]

@@ -44,8 +44,8 @@ class Features:
 
     @classmethod
     def among(cls, images: ImageBatch, tokens: torch.Tensor, num_tokens: int) -> Features:
-        """Return the features of `tokens`, the pack positions of this rank's tokens on the host, int64 [t]. The pack
-        has `num_tokens` tokens."""
+        """Select the features of this rank's tokens. `tokens`: their positions in a pack of `num_tokens` tokens,
+        int64 [t], in host memory."""
         index = torch.full((num_tokens,), -1)
         index[tokens] = torch.arange(len(tokens))
         places = index[images.places]
@@ -104,8 +104,8 @@ class VisionTower:
 
         Args:
             local: int64 [T/cp], the pack positions of this context-parallel rank's tokens, in host memory.
-            needs_gradient: whether every parameter must receive a gradient. A trained tower then has an image without
-                features in microbatches without images.
+            needs_gradient: whether every parameter must receive a gradient. If so, a trained tower
+                encodes a dummy image in microbatches without images.
         """
         images = batch.images
         if images is None and needs_gradient and self.is_trained:
@@ -166,8 +166,8 @@ class PatchProjection(torch.nn.Conv3d):
 
 
 SEGMENTS = "megarl_flash_segments"
-"""Name of `attend_in_segments` in transformers. Because of the word flash, towers call it once per layer with all
-tokens, instead of once per segment."""
+"""Name of `attend_in_segments` in transformers. It contains "flash" so that towers call it once per layer
+with all tokens instead of once per segment."""
 
 
 def attend_in_segments(
@@ -245,8 +245,8 @@ def _ordered_by_size(
 def _add_features(
     number: int, _: torch.nn.Module, __: tuple, keywords: dict[str, Any], outputs: tuple
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Forward hook of the text model's layer with this number. A layer that is recomputed in the backward pass adds the
-    features of its own microbatch, because all inputs are the layer's arguments."""
+    """Forward hook of text layer `number`. A layer recomputed in the backward pass adds its own microbatch's features,
+    because they are among the layer's arguments."""
     features, (hidden, context) = keywords["context"], outputs
     if features is None:
         return None

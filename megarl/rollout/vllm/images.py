@@ -67,7 +67,7 @@ class ImageInputs:
         return cls(ImageProcessor.of(Path(arguments["model"]), **arguments[PIXELS]))
 
     async def load(self, images: Sequence[PromptImage]) -> list[MultiModalKwargsItem]:
-        """Return the images' patches for vLLM, which threads compute. Patches are shared while a caller holds them.
+        """Compute the images' patches in threads. Requests share patches as long as one of them holds them.
         Raise a UserError if they differ from the prompt's placeholders."""
         return list(await asyncio.gather(*map(self._item, images)))
 
@@ -78,7 +78,7 @@ class ImageInputs:
         items: Sequence[MultiModalKwargsItem],
         cache_salt: str,
     ) -> MultiModalInput:
-        """Return vLLM's input for a prompt with expanded placeholders. Digests are the keys of vLLM's feature cache.
+        """Return vLLM's input for a prompt with expanded placeholders. vLLM caches features by digest.
         `items`: the result of `load` for these images."""
         return mm_input(
             token_ids,
