@@ -1,4 +1,4 @@
-"""Images in prompts in the report and on the live page, in Chromium."""
+"""Prompt images in the report and on the live page, in Chromium."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_written_folder_names_a_loadable_base_model(
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_peft_loads_adapters_of_a_vision_language_model(kind: tiny_vision.Kind, tmp_path: Path):
-    """The tower has none, although the last names of some of its layers are those of the text model's."""
+    """The tower has no adapters, although some of its layers share their last names with the text model's."""
     model = tiny_vision.build(tmp_path / "model", kind)
     hf_config = add_vision(read_config(model))
     whole = peft_holder(hf_config, 2, share_experts=False)

@@ -78,7 +78,7 @@ def test_evaluation_does_not_affect_stateful_functions(worker, tmp_path: Path) -
 
 
 def test_images_of_prompts_have_thumbnails(worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the files of steps and of evaluations."""
+    """Step files and evaluation files both refer to the thumbnails."""
     monkeypatch.setitem(vars(worker), "_decoder", decode)
     item = prompt("prompt 0", "see ", encoded((200, 10, 30)), "?")
     samples = [replace(sample("1.0.0", "one"), prompt=item)]

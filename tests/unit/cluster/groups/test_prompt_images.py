@@ -1,4 +1,4 @@
-"""Images of prompts on their way from engines to reward functions."""
+"""Prompt images from the engines to the reward functions."""
 
 from __future__ import annotations
 
