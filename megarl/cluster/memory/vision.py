@@ -43,8 +43,8 @@ def patches_on_node(vision: VisionShape, layout: Layout, features: float, num_ra
 
 def prompts_of_replica(config: Config) -> int:
     """Return the maximum number of prompts per step whose images one data-parallel rank of the actor keeps, assuming
-    that all samples cost the same. A prompt's samples can be on several ranks, except for the two of
-    a preference pair."""
+    that all samples cost the same. A prompt's samples can be on several ranks, except for the two of a preference
+    pair."""
     batch = config.batch
     num_units = 1 if config.algorithm.objective.spec.is_pairwise else config.trained_per_prompt
     return min(batch.prompts_per_step, -(-batch.prompts_per_step * num_units // config.actor.layout.dp))

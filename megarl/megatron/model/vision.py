@@ -246,7 +246,7 @@ def _add_features(
     number: int, _: torch.nn.Module, __: tuple, keywords: dict[str, Any], outputs: tuple
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Forward hook of text layer `number`. A layer recomputed in the backward pass adds its own microbatch's features,
-    because they are among the layer's arguments."""
+    because it receives them, and their places, as arguments."""
     features, (hidden, context) = keywords["context"], outputs
     if features is None:
         return None

@@ -117,7 +117,7 @@ def test_single_experts_can_skip_decay_but_not_be_frozen():
 
 
 def test_vision_tower_is_selected_and_has_no_adapters():
-    """Muon updates neither."""
+    """Muon does not update the tower either."""
     hf_config = add_vision(text_config(VISION_CONFIGS["Qwen2.5-VL-7B"]))
     first, last = (megatron_holder(hf_config, layout_of(pp=2), rank) for rank in range(2))
     tower = select_tensors("actor.frozen", ["model.visual.*"], huggingface_holder(hf_config).shapes)

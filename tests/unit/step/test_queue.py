@@ -158,7 +158,7 @@ def test_staleness_reaches_but_never_exceeds_the_bound(max_staleness):
 
 
 class Images:
-    """Prompts that share an image with their neighbors, and a fake object store that counts its objects."""
+    """Prompts with one image, which neighbors share, and a fake object store that counts its objects."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         images = [(PromptImage(0, 1, (1, 2, 2), f"{i // 2}"),) for i in range(1000)]

@@ -134,7 +134,8 @@ def test_restored_results_are_not_computed_again(worker, calls, tmp_path, monkey
 
 
 def test_images_of_environments_are_restored(worker, calls, tmp_path, monkeypatch):
-    """Files contain them, because only the environment had them. The restored samples are not scored again."""
+    """Files with finished groups contain the images, which exist nowhere else after a restart. Restored samples are not
+    scored again."""
     monkeypatch.setattr(rewards, "put_samples", list)
     image = PromptImage(2, 1, (1, 2, 2), "digest")
     episode = Episode(RolloutInfo("done", 1, 1, {}, 0, 0), (None,), {}, None, (), 0, True)

@@ -95,8 +95,8 @@ def test_host_reads_no_value_from_the_device(kind: tiny_vision.Kind, recompute: 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_patch_projection_equals_the_convolution(kind: tiny_vision.Kind, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Qwen2.5-VL's has no bias. In float32, both sum 1,000 products in different orders, as in bfloat16, where the sums
-    are also rounded."""
+    """The convolution of Qwen2.5-VL has no bias. Convolution and matrix product sum 1,000 products in different orders.
+    In bfloat16, the sums are also rounded."""
     theirs, ours = (tower.patch_embed.to(dtype) for tower in towers(tmp_path, kind))
     assert theirs.state_dict().keys() == ours.state_dict().keys()
     pixels = torch.randn(50, ours.proj.weight[0].numel(), generator=torch.Generator().manual_seed(0)).to(dtype)
