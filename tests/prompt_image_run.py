@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from PIL import Image
@@ -18,6 +20,7 @@ from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import PromptImage
 from megarl.core.sample import Sample
 from megarl.core.score import Score
+from megarl.rewards import prompt_thumbnails
 from megarl.rewards.rollout_file import append_rollouts
 
 PLACEHOLDER = 0x10FFFF
@@ -62,6 +65,7 @@ def sample(name: str, of: Prompt, messages: Sequence[dict] | None = None) -> Sam
     return Sample(name, of, [55, 10], [-0.5, -1.0], [True] * 2, (VersionRun(0, 2),), "stop", "7", episode=episode)
 
 
+@patch.object(prompt_thumbnails, "MAX_SECONDS", math.inf)  # a busy machine would omit thumbnails
 def write_step(folder: Path, step: int, prompts: Sequence[Prompt], samples_per_prompt: int = 2) -> Path:
     """Write a step's metrics and rollouts, and an evaluation of the first prompt."""
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)

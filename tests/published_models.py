@@ -569,7 +569,7 @@ VISION_CONFIGS: dict[str, dict[str, Any]] = {
         | {"deepstack_visual_indexes": [], "model_type": "qwen3_5_moe", "out_hidden_size": 2048},
     },
 }
-"""The same for vision-language models, as in their folders: one level for Qwen2.5-VL, and nested for all others."""
+"""config.json of vision-language models: flat for Qwen2.5-VL, nested for the others."""
 
 Z_IMAGE = dict(
     _class_name="ZImageTransformer2DModel",

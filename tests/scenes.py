@@ -41,7 +41,7 @@ LINES = {
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture with everything that is asked about it.
+    """A picture and the facts that questions ask about.
 
     Attributes:
         counts: number of shapes of each kind.
@@ -61,7 +61,7 @@ class Scene:
         return [(WHICH_DIGIT, self.digit), *counts, *((what_is(color), shape) for color, shape in self.colored.items())]
 
     def question(self, random: Random) -> tuple[str, str]:
-        """Return a question, whose answer is uniformly distributed over scenes, and its answer."""
+        """Return a question and its answer. Over scenes, the answers are nearly uniformly distributed."""
         options = [(WHICH_DIGIT, self.digit), (how_many(self.counted), str(self.counts[self.counted]))]
         if self.colored:
             color = random.choice(list(self.colored))

@@ -154,7 +154,7 @@ def build(folder: Path, kind: Kind, seed: int = 0, tower: dict[str, Any] | None 
 
 
 def _transpose_experts(file: Path) -> None:
-    """Store stacked experts as [experts, columns, rows], as in the published checkpoints. transformers reads them too,
+    """Store stacked experts as [experts, columns, rows], as published checkpoints do. transformers reads both orders
     but writes [experts, rows, columns]."""
     tensors = {
         name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in load_file(file).items()

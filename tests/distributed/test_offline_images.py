@@ -41,7 +41,7 @@ Turn = tuple[str, str, Sequence[int]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder, which also contains images."""
+    """A model folder that also contains the images."""
     folder = tiny_vision.build(tmp_path_factory.mktemp("model"), "qwen3_vl")
     pixels = np.random.default_rng(0)
     for i, (width, height) in enumerate(SIZES):
@@ -110,7 +110,7 @@ class Reference:
         return output.loss, log_probs[flags[1:]].sum()
 
     def sft(self, rows: Sequence[Sequence[Turn]]) -> torch.Tensor:
-        """Return the mean over all trained tokens, from transformers' mean over each row."""
+        """Return the loss averaged over all trained tokens, from transformers' mean for each row."""
         counts = [sum(len(text) + 1 for role, text, _ in row if role == "assistant") for row in rows]
         losses = [self.outputs(self.model, row)[0] * count for row, count in zip(rows, counts, strict=True)]
         return sum(losses[1:], losses[0]) / sum(counts)

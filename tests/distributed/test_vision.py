@@ -1,7 +1,6 @@
 """Vision-language models in Megatron against transformers: loss, gradients and weights of a GRPO update, and log-probs.
 
-The batches have prompts with one image, with two and with none. One response contains the placeholder token, which is
-an ordinary token there.
+Prompts have no, one or two images. One response contains the placeholder token, which is an ordinary token there.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def sample_of(prompt: Prompt, number: int, source: random.Random) -> Sample:
 
 
 class VisionReference(GrpoReference):
-    """The reference with images."""
+    """GrpoReference for prompts with images."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, LR, EPS, TEMPERATURE, AutoModelForImageTextToText)
@@ -219,8 +218,8 @@ CASES = {
     "qwen3_5_moe: EP2": "dp: 2, ep: 2",
 }
 """Family and name of a layout -> layout. Deepstack layers must be in the first chunk, which excludes VPP2 with four
-layers; see `test_deepstack_in_virtual_stages`. Gradient reduction overlaps, so that ranks and microbatches without
-images must not omit the tower's gradients."""
+layers; see `test_deepstack_in_virtual_stages`. Gradient reduction overlaps with the backward pass, so ranks and
+microbatches without images must still produce gradients for the tower."""
 
 
 @pytest.mark.parametrize(
@@ -279,7 +278,7 @@ def assert_log_probs_match(case: Case, *overrides: str) -> None:
 
 
 def test_deepstack_in_virtual_stages(case_of):
-    """The two layers of the first of four chunks add features."""
+    """Both layers of the first of four chunks add features."""
     case, layout = case_of("qwen3_vl", num_layers=8), "actor.layout={pp: 2, vpp: 2}"
     assert_log_probs_match(case, layout)
     assert_trains_like(case, layout)

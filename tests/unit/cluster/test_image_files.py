@@ -31,7 +31,7 @@ class Ref:
     def __await__(self) -> Generator[None, None, bytes]:
         self.num_fetched += 1
         return self.file
-        yield
+        yield  # makes this function a generator
 
 
 def request(name: str, refs: list[Ref]) -> SamplingRequest:
@@ -63,7 +63,7 @@ def test_turns_fetch_a_shared_image_once() -> None:
 
 
 def test_samples_of_environments_keep_their_own_images() -> None:
-    """An environment may replace the images of the data, or leave them out."""
+    """An environment may replace or omit the images of the data."""
     prompt = request("0", [Ref(b"a")]).prompt
     plain = SampleRef("1.0.0", "p", 1, 1, 1, "stop", 0, 0)
     assert attach_images(plain, prompt).image_files == (prompt.images[0].file,)

@@ -129,7 +129,7 @@ def test_images_are_fetched_once_with_their_samples(store, monkeypatch):
 
 
 def test_images_of_environments_are_stored_apart_once(monkeypatch):
-    """Images are bytes after loading a file, and references otherwise. Images of the data are attached later."""
+    """Images loaded from a file are bytes; all others are references. Images of the data are attached later."""
     stored = []
     monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or f"ref {len(stored)}")
     a, b = (PromptImage(0, 1, (1, 2, 2), digest, file) for digest, file in (("a", b"a"), ("b", "ref of b")))

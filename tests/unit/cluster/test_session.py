@@ -528,3 +528,10 @@ def test_object_store_fits_the_batch_within_shared_memory(monkeypatch, overrides
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     expected = object_store_mib(config, None) * 2**20 if expected is None else expected
     assert module.object_store_bytes(config, None) == expected
+
+
+def test_object_store_holds_the_encoded_images(monkeypatch):
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 * GIB))
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", *STEP])
+    empty, full = (module.object_store_bytes(config, None, encoded=encoded) for encoded in (0, GIB))
+    assert full - empty == GIB

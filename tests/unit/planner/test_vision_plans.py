@@ -73,7 +73,8 @@ def test_tower_takes_time_on_the_first_stage_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_kept_activations_of_a_tower_match_torch(kind: tiny_vision.Kind, tmp_path: Path) -> None:
-    """Tensors saved for the backward pass of four images of 32 × 32 patches, without weights."""
+    """Compare with the tensors, except weights, that torch saves for the backward pass of four images of 32 × 32
+    patches."""
     folder = tiny_vision.build(tmp_path, kind, tower=dict(depth=8, intermediate_size=160))
     vision = vision_of(add_vision(read_config(folder)))
     assert vision is not None

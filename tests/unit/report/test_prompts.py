@@ -144,7 +144,7 @@ def test_samples_with_images_are_spread_over_the_rewards(tmp_path: Path) -> None
 
 
 def test_steps_share_embedded_thumbnails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image that one step leaves out is shown if another step embeds it."""
+    """An image that one step omits is shown if another step embeds it."""
     items = [prompt(f"p{i}", encoded((10 * i, 0, 0)), "?") for i in range(3)]
     files = {step: write_step(tmp_path, step, chosen) for step, chosen in ((1, items[:2]), (2, items[1:]), (3, items))}
     size = max(path.stat().st_size for path in (tmp_path / "rollouts" / THUMBNAILS).glob("*"))

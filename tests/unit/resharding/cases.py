@@ -542,7 +542,7 @@ GPT_OSS = dict(attention_bias=True, num_local_experts=NUM_EXPERTS, num_experts_p
 
 
 def with_tower(whole: str, **text: Any) -> dict[str, Any]:
-    """Return a model with a vision tower. See `with_fitting_tower`."""
+    """Return the config of a model with a vision tower, whose sizes `with_fitting_tower` completes."""
     vision = dict(depth=2, hidden_size=8, num_heads=2, intermediate_size=5, patch_size=1, spatial_merge_size=2)
     vision |= dict(temporal_patch_size=2, num_position_embeddings=4, window_size=2)
     vision["deepstack_visual_indexes"] = [0] if whole.startswith("qwen3_vl") else []
@@ -556,7 +556,7 @@ def with_tower(whole: str, **text: Any) -> dict[str, Any]:
 
 
 def with_fitting_tower(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with a tower for the text model's sizes, if it has a tower."""
+    """Fit the tower, if any, to the sizes of the text model."""
     if WITH_TOWER not in config:
         return config
     tower = config["vision_config"] | {"out_hidden_size": config["hidden_size"]}

@@ -37,8 +37,8 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def rewrite(folder: Path, kind: Kind) -> None:
-    """Rewrite a folder of Qwen2.5-VL as published ones, with other names and a flat config, and one of Qwen3-VL's
-    experts as transformers writes it, with the rows before the columns."""
+    """Rewrite Qwen2.5-VL as its published folders, which have older names and a flat config. Rewrite the experts of
+    Qwen3-VL as transformers writes them ([experts, rows, columns])."""
     tensors = load_file(folder / SINGLE)
     if kind == "qwen2_5_vl":
         names = {name: name.replace("model.language_model.", "model.") for name in tensors}
@@ -46,7 +46,10 @@ def rewrite(folder: Path, kind: Kind) -> None:
         config = json.loads((folder / "config.json").read_text())
         text = config.pop("text_config")
         rope = text.pop("rope_parameters")
-        legacy = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
+        legacy = {
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+        }
         (folder / "config.json").write_text(json.dumps(text | legacy | config))
     if kind == "qwen3_vl_moe":
         stacked = {
@@ -82,7 +85,7 @@ def test_published_and_other_folders_are_read(kind: Kind, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_exported_folder_is_loaded_by_transformers(kind: Kind, tmp_path: Path) -> None:
-    """Several files, the nested config and the processor's files. vLLM requires the published names and shapes."""
+    """vLLM requires the published names and shapes. The folder also has the nested config and the processor's files."""
     folder = tiny_vision.build(tmp_path / "in", kind)
     expected, published = their_tensors(folder), stored_shapes(folder)
     rewrite(folder, kind)

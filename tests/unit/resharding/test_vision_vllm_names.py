@@ -27,7 +27,7 @@ multimodal_models.install()
 @pytest.mark.parametrize("tp", [1, 4, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", VISION_CONFIGS)
 def test_vision_language_models_match_vllm(name, tp, tmp_path):
-    """Four text layers and two tower layers cover all kinds."""
+    """Four text layers and two tower layers cover all kinds of layers."""
     config = VISION_CONFIGS[name]
     layers = {"num_hidden_layers": 4}
     config = config | ({"text_config": config["text_config"] | layers} if "text_config" in config else layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from megarl.rewards.rollout_images import GRID, image_folder
 from tests.prompt_image_run import PLACEHOLDER_TEXT, decode, encoded, prompt, sample
 
 RED, GREEN, BLUE = (200, 10, 30), (10, 180, 40), (20, 30, 190)
+
+
+@pytest.fixture(autouse=True)
+def unlimited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine would omit thumbnails."""
+    monkeypatch.setattr(prompt_thumbnails, "MAX_SECONDS", math.inf)
 
 
 def rows(file: Path) -> list[dict]:

@@ -441,7 +441,7 @@ def test_checkpoint_may_be_at_the_root(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    """A model's folder. The images a.png and b.png beside it have 4 × 4 and 2 × 2 patches, which are 4 and 1 tokens."""
+    """A model folder. Beside it are a.png (4 × 4 patches, 4 tokens) and b.png (2 × 2 patches, 1 token)."""
     for name, side in (("a", 64), ("b", 32)):
         (tmp_path / f"{name}.png").write_bytes(png(side, side))
     (tmp_path / "runs").mkdir()
@@ -466,7 +466,7 @@ PAIR = [{"prompt": "<image><image>", "images": ["a.png", "b.png"]}, {"prompt": "
     ],
 )
 def test_patches_of_all_samples_of_a_replica_are_counted(images: Path, keys: list[str], num_tokens: int) -> None:
-    """Each of two replicas can have samples of both prompts, unless they have only one sample. Two updates can draw a
+    """Both replicas can hold samples of both prompts, unless each prompt has only one sample. Two updates can draw a
     prompt twice, at the end of an epoch and at the start of the next one. A token has 4 patches of 2 · 3 · 16²
     values."""
     source = f"data={{source: {jsonl(images.parent, *PAIR)}, image_column: images}}"

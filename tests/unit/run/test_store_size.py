@@ -23,7 +23,7 @@ class Stop(Exception):
 def test_object_store_is_sized_from_the_image_files(
     kind: str, num_images: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The data and the evaluation set have two rows with an image each."""
+    """The data and the evaluation set each have two rows with one image."""
     folder, image = tiny_vision.build(tmp_path / "model", "qwen3_vl"), png(40, 40)
     (tmp_path / "a.png").write_bytes(image)
     prompts, rows = jsonl(tmp_path, *[{"prompt": "<image>", "images": "a.png"}] * 2), tmp_path / "rows.jsonl"

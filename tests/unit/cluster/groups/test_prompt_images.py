@@ -88,7 +88,7 @@ def test_images_are_scored_in_steps_and_evaluations(worker: RewardWorker, tmp_pa
 
 
 def test_images_are_scored_during_rollout(worker: RewardWorker, file: Path, tmp_path: Path) -> None:
-    """Without their images, samples are scored once the driver sends references to them."""
+    """Samples that arrive without images are scored when the driver sends references to the images."""
     refs = [Ref(png(30, 2))]
     samples = [sample(name, refs) for name in ("0.0.0", "0.0.1")]
 
