@@ -13,18 +13,16 @@ from megarl.cluster.rank_batch import with_images
 from megarl.core.prompt import Prompt
 from megarl.core.prompt_images import with_files
 from megarl.core.sample import Sample, SampleRef
-from megarl.data.image_files import ImageFiles
+from megarl.data.image_files import ImageFiles, Pictured
 from megarl.environments.images import ImageStore
 from megarl.rollout.diffusers.request import ImageRequest
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.turns import Turns
 
-P = TypeVar("P", Prompt, Sample)
-
 R = TypeVar("R", bound=SamplingRequest | ImageRequest)
 
 
-def put_images(items: Sequence[P], images: ImageFiles | None) -> list[P]:
+def put_images(items: Sequence[Pictured], images: ImageFiles | None) -> list[Pictured]:
     """Put the images of prompts or samples into the object store, and return the items with references to them. Items
     with the same image share its object. `images` is None for data without images."""
     if images is None:
@@ -45,7 +43,7 @@ class RayImages(ImageStore):
 
 
 async def get_images(requests: Sequence[R]) -> Sequence[R]:
-    """Fetch the images that the requests refer to, and return the requests with the encoded images."""
+    """Return the requests with encoded images in place of references to them."""
     files = await _fetch(ref for request in requests for ref in request.prompt.files)
     if not files:
         return requests
@@ -56,7 +54,7 @@ async def get_images(requests: Sequence[R]) -> Sequence[R]:
 
 
 async def get_images_of_turns(turns: Turns) -> Turns:
-    """Fetch the images that the turns refer to, and return the turns with the encoded images."""
+    """Return the turns with encoded images in place of references to them."""
     files = await _fetch(image.file for turn in turns.values() for image in turn.images)
     if not files:
         return turns

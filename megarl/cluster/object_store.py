@@ -31,8 +31,8 @@ RGB_BYTES, PIXEL_BYTES = 3, 4
 """Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
 
 ENCODED_BYTES = 2**20
-"""Assumed size in bytes of the images that an environment's rollout adds and, if the data has not been read, of a
-prompt's encoded images, with model.vision."""
+"""Assumed size in bytes of the encoded images that an environment adds to a sample and, before the data is read, of
+those in a row."""
 
 EMBEDDING_BYTES = 2 * 4 * max(512 * 2560, 333 * 4096)
 """Size of the embeddings of a caption of maximum length and of the empty caption, with the text encoders of Z-Image or
@@ -45,9 +45,9 @@ OBJECT_BYTES = 2048
 def object_store_mib(
     config: Config, experts: Experts | None, hidden_sizes: Sequence[int] = (), encoded: int | None = None
 ) -> int:
-    """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples that
-    exist at the same time, at maximum length, with per-token scores, the teachers' states and encoded images. Space
-    that shorter samples leave unused takes no memory. Ray spills to disk if the store is full.
+    """Return the object store's size in MiB: cluster.object_store_mib or, by default, enough for all samples that
+    exist at the same time, at maximum length, with per-token scores, the teachers' states and encoded images. Unused
+    space takes no memory. Ray spills to disk if the store is full.
 
     Args:
         experts: the actor's experts, if any; samples may carry the routes to them.
@@ -64,8 +64,8 @@ def object_store_mib(
 def image_bytes(
     config: Config, data: PromptSet | OfflineData | None = None, evaluation: Iterable[PromptSet] = ()
 ) -> int:
-    """Return an upper bound on the size in bytes of the encoded images of all rows and samples that exist at the same
-    time. Without `data`, it assumes ENCODED_BYTES for a row, and sets whose size is not configured count as empty.
+    """Return an upper bound on the size in bytes of all encoded images that exist at the same time. Without `data`,
+    assume ENCODED_BYTES per row, and that evaluation sets without a configured size are empty.
 
     Args:
         data, evaluation: the data of the run and of each evaluation set.
@@ -78,7 +78,7 @@ def image_bytes(
     added = added_image_bytes(config)
     if data is None:
         return added + (num_rows + sum(settings.size or 0 for settings in config.evaluation.sets)) * ENCODED_BYTES
-    # Weighted sampling may draw a row in every take. Otherwise, rows repeat once per epoch, and the drawn rows can
+    # Weighted sampling may draw a row every time. Otherwise, rows repeat once per epoch, and the drawn rows may
     # begin with the last row of an epoch.
     max_repeats = num_rows if config.data.draws_by_weight else (num_rows - 2) // len(data) + 2
     return added + data.row_images.num_bytes(num_rows, max_repeats) + evaluation_image_bytes(evaluation)
@@ -112,9 +112,9 @@ def state_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:
 
 
 def num_samples(config: Config) -> int:
-    """Return the maximum number of samples that exist at the same time: samples of earlier steps that may be trained
-    again, samples started for later steps, and the samples of a step or of an evaluation, which takes place between
-    steps. The samples from all dynamic-sampling rounds stay until their step ends."""
+    """Return the maximum number of samples that exist at the same time: those of earlier steps, whose training may be
+    repeated, those started for later steps, and those of the current step or of an evaluation, which runs between
+    steps. Samples from all dynamic-sampling rounds stay until their step ends."""
     batch, num_earlier = config.batch, num_retained_steps(config)
     if config.is_offline:
         return (1 + num_earlier) * batch.prompts_per_step * config.trained_per_prompt
@@ -123,8 +123,8 @@ def num_samples(config: Config) -> int:
 
 
 def num_evaluated(config: Config) -> int:
-    """Return the number of samples in an evaluation. Those of all sets can exist at the same time, because a set is
-    sampled while earlier ones are scored. Sets whose size is not configured count as empty."""
+    """Return the number of samples in an evaluation. Samples from all sets may exist at the same time, because a set is
+    sampled while earlier ones are scored. Sets without a configured size count as empty."""
     return sum((settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets)
 
 

@@ -283,8 +283,8 @@ def with_prompt(sample: Sample, token_ids: NDArray[np.int32]) -> Sample:
 
 
 def with_images(sample: Sample, files: Sequence[Any]) -> Sample:
-    """Attach encoded images, or references to them, to the sample's images. Return the sample unchanged if there are
-    none."""
+    """Attach encoded images, or references to them, to the sample's images. Without `files`, return the sample
+    unchanged."""
     return sample.with_files(files) if files else sample
 
 

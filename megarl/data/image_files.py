@@ -25,7 +25,8 @@ from megarl.data.images import ImageError, size_of
 MAX_FILE_BYTES = 2**28
 """Maximum size of an encoded image in bytes."""
 
-P = TypeVar("P", Prompt, Sample)
+Pictured = TypeVar("Pictured", Prompt, Sample)
+"""A prompt or a sample, both of which have images."""
 
 _REMOTE = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
@@ -114,7 +115,7 @@ class ImageFiles:
             raise UserError(f"{place}: the image has changed since the run started. Fix: restore the file")
         return file
 
-    def attach(self, item: P) -> P:
+    def attach(self, item: Pictured) -> Pictured:
         """Return the prompt or sample with its encoded images. Raise the errors of `read`."""
         return item.with_files([self.read(image.digest) for image in item.images])
 

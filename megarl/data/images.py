@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow's names of the supported formats. Others start external programs, such as EPS, or can take very long to decode
-small files, such as AVIF and JPEG 2000."""
+"""Pillow's names of the supported formats. Excluded are EPS, which starts an external program, and AVIF and JPEG 2000,
+whose small files can take very long to decode."""
 
 MAX_IMAGE_PIXELS = 89_478_485
 """Maximum area of an image. It is the limit above which Pillow warns of decompression bombs."""

@@ -1,4 +1,4 @@
-"""Copies of trained ranks' state in shared memory, from which replacement processes restore it."""
+"""Copies of trained ranks' state in shared memory, which replacement processes restore."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megarl.core.files import DISK_FULL
 
 READ_ONLY_METHODS = {"prepare_refit", "send", "checksums", "start_delivery", "finish_copies"}
 """Methods that may run while a thread copies the rank's state, because they neither change nor move it.
-`examine_device` is excluded: its speed probe would compete with the copy. It runs before the copy starts, so it does
-not delay the step."""
+`examine_device` is excluded, because its speed probe would compete with the copy. It is called before the copy starts,
+so it does not delay the step."""
 
 
 class CopyingRank(RankActor):
     """A rank whose state is copied. Its worker is a TrainerWorker."""
 
     def copy_room(self) -> tuple[int, int]:
-        """Return, in bytes, the size of this rank's copies in shared memory, and the free shared memory on its node."""
+        """Return the size of this rank's copies and the free shared memory on its node, in bytes."""
         return self._worker.copy_bytes(), shutil.disk_usage(segments.SHARED_MEMORY).free
 
     def _find(self, method: str) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ def _ranks_with_copy(names: Sequence[str], step: int) -> set[str]:
 
 
 def _unless_full(copy: Callable[[], None]) -> str:
-    """Run `copy`. Return "", or the reason if shared memory cannot hold the copy. The run continues without it."""
+    """Run `copy`. Return "" or, if the copy does not fit in shared memory, the reason. The run continues without it."""
     try:
         copy()
     except (InfrastructureFailure, OSError) as failure:
@@ -91,7 +91,7 @@ class CopyingGroup(RankGroup):
 
     @remote(timeout="checkpoint")
     def copy_room(self) -> tuple[int, int]:
-        """Return, in bytes, the size of each rank's copies in shared memory, and the free shared memory on its node."""
+        """Return the size of each rank's copies and the free shared memory on its node, in bytes."""
         ...
 
     @remote(timeout="checkpoint", join=_first_problem)
@@ -108,7 +108,7 @@ class CopyingGroup(RankGroup):
     @remote(timeout="checkpoint", join=_first_problems)
     def finish_copies(self, waits: bool) -> tuple[str, str] | None:
         """Return the results of the latest copies and of their delivery, each as in `copy_state`. If any are
-        incomplete, wait for them or, unless `waits`, return None."""
+        unfinished, wait for them or, unless `waits`, return None."""
         ...
 
     @remote(timeout="checkpoint")

@@ -82,10 +82,10 @@ class EngineProcess(ReplicaActor):
         self._worker.connect(plan, channel, holders[self._process.name], by_loader)
 
     async def generate(self, requests: Requests, listener: ActorHandle | None) -> list[TimedResult | AnySample | None]:
-        """Return the samples' metadata, then the parts of each sample, each as a separate return value: return values
-        outlive the process, unlike objects that the process puts into the object store. As samples finish, the listener
-        receives their reward parts and references to their prompts' images. An aborted call returns Aborted in place of
-        the metadata."""
+        """Return the samples' metadata, then each sample's parts as separate return values: return values outlive the
+        process, unlike objects that it puts into the object store. As samples finish, the listener receives their
+        reward parts and references to their prompts' images. An aborted call returns Aborted in place of the
+        metadata."""
         begin = time.time()
         images = {request.sample_id: request.prompt.files for request in requests if request.prompt.images}
 

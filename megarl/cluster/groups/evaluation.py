@@ -84,7 +84,7 @@ class EvaluationScorer:
 
 
 def write_samples(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score], append: Append) -> None:
-    """Overwrite the file and its images, since a killed attempt may have left some."""
+    """Write the scored samples. Overwrite a file and images left by a killed attempt."""
     with suppress(OSError):  # the disk may be full, which append_rollouts reports
         file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)

@@ -108,10 +108,9 @@ class RewardWorker:
             self._model_score = classifier_reward(config, folder, reader)
 
     def receive(self, samples: Sequence[Sample], images: SampleImages = NO_IMAGES) -> None:
-        """Start scoring samples that have just been sampled. Ignore samples that were already scored or dropped,
-        because an engine's message may arrive after the driver's request for scores. If a function needs images that
-        `images` lacks, `score` scores the sample instead. Files with finished groups contain the images of
-        environments."""
+        """Start scoring finished samples. Ignore samples that were already scored or dropped, because an engine's
+        message may arrive after the driver's request for scores. Leave a sample to `score` if a function needs its
+        images and `images` lacks them. Files of finished groups include images from environments."""
         samples = [sample for sample in samples if sample.rollout_id not in self._ended]
         for sample in samples:
             is_ready = sample.id in images or not (self._single_see_images and sample.prompt.images)
@@ -321,7 +320,7 @@ def _fetch_images(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, 
 
 
 def _with_own_images(refs: Sequence[SampleRef]) -> list[AnySample]:
-    """Fetch samples with the images of environments."""
+    """Fetch samples. Samples from environments include their encoded images."""
     pairs = zip(get_samples(refs), refs, strict=True)
     samples = [with_images(s, r.image_files) if isinstance(s, Sample) else s for s, r in pairs]
     # Fetch all at once, so that samples share the bytes of equal images.

@@ -52,7 +52,7 @@ class ScoredPrompts:
 
     @classmethod
     def of(cls, teacher: Teacher, data: PromptSet, config: Config) -> ScoredPrompts:
-        """Return the prompts that the teacher scores: rows from its sources and, if it has a prompt column, rows with a
+        """Return the prompts that the teacher scores: rows from its sources. With a prompt column, omit rows without a
         value in it."""
         source_column, names, prompts = config.data.source_column, None, data.prompts
         if teacher.sources is not None and source_column is not None:

@@ -315,9 +315,9 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def _image_reserve(config: Config, shape: ModelShape, tokens: int) -> dict[str, float]:
-    """Return the items of the images in an engine's largest batch. vLLM encodes at most as many features in a step as
-    the batch has tokens, and caches the same number of them (v1/core/encoder_cache_manager.py). Features that Qwen3-VL
-    adds to hidden states have another buffer for the batch (qwen3_vl.py: deepstack_input_embeds)."""
+    """Return the memory that images need in an engine's largest batch, by item. In one step, vLLM encodes at most as
+    many features as the batch has tokens, and it caches the same number (v1/core/encoder_cache_manager.py). Qwen3-VL
+    copies its deepstack features to a separate buffer (qwen3_vl.py: deepstack_input_embeds)."""
     vision, num_bytes = shape.vision, item_bytes(config)
     if vision is None or not config.trains_on_images:
         return {}

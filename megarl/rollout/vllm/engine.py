@@ -298,7 +298,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
 
     def _sample(self, request: SamplingRequest, completion: Completion) -> Sample:
         ids = completion.token_ids
-        prompt = request.prompt.with_files([None] * len(request.prompt.images))  # samples carry no images
+        prompt = request.prompt.with_files([None] * len(request.prompt.images))  # samples do not carry image files
         text = response_text(
             self._tokenizer,  # pyright: ignore[reportArgumentType]  # vLLM's protocol for tokenizers lacks methods
             request.prompt.token_ids.tolist(),

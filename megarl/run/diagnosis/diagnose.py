@@ -138,9 +138,9 @@ def read_config(folder: Path) -> Config:
 
 
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
-    """Return a saved sample with token ids, by default the first one in the newest step's file. Samples with fewer than
-    three tokens are too short for a comparison, and images cannot be recomputed from token ids. Raise UserError if no
-    such sample exists."""
+    """Return a saved sample with token ids, by default the first one in the newest step's file. Skip samples with fewer
+    than three tokens, which are too short for a comparison, and samples with images, whose log-probs cannot be
+    recomputed from token ids alone. Raise UserError if no sample is left."""
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
         raise UserError(
