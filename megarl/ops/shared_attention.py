@@ -1,7 +1,7 @@
 """Causal self-attention over a pack whose documents share tokens, in one kernel for the whole pack.
 
-FlexAttention skips score blocks that the mask leaves empty. Compiled for a GPU, it never stores scores. Shared tokens
-are processed once, even as queries.
+FlexAttention skips score blocks that the mask leaves empty. Compiled for a GPU, it never stores scores. Each shared
+token is processed once, both as a query and as a key.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _blocks_of_rows(ends: torch.Tensor, queries: torch.Tensor, keys: torch.Tenso
 def _in_window(
     some: torch.Tensor, every: torch.Tensor, query_offsets: torch.Tensor, key_offsets: torch.Tensor, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Restrict the masks of `_blocks` to blocks in which a distance, or every distance, may be within the window."""
+    """Restrict the masks of `_blocks`: the first to blocks in which some distance may be within the window, the second
+    to blocks in which every distance is."""
     (least, most), (least_key, most_key) = _bounds(query_offsets), _bounds(key_offsets)
     return some & (least[:, None] - most_key < window), every & (most[:, None] - least_key < window)
 
