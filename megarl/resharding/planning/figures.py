@@ -87,9 +87,9 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
 
 
 class Demand(NamedTuple):
-    """The number of bytes that every plan for these holders must move. `stored` counts the bytes that the destinations
-    store, without padding. `entering` counts the bytes that must enter a node that has no source for them, once per
-    node. `fair` lists the bytes that each source sends if all replicas send the same amount."""
+    """The bytes that every plan for these holders must move. `stored` counts the bytes that the destinations store,
+    without padding. `entering` counts, once per node, the bytes that must enter a node because it has no source for
+    them. `fair` lists the bytes that each source sends if all replicas send the same amount."""
 
     stored: int
     entering: int
