@@ -93,8 +93,8 @@ class TurnRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """Statistics of a refit in one engine worker: bytes written into parameters, peak size of buffers, and checksums of
-    the worker's weights, by position in `expected`."""
+    """Statistics of a refit in one engine worker: number of bytes written, peak size of transfer buffers in bytes, and
+    checksums of the worker's weights, keyed by the region's position in `expected`."""
 
     num_bytes: int
     staging_bytes: int
@@ -103,8 +103,8 @@ class SyncStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Properties of an engine that are compared with the trainer's: the dtype of its logits, the token ids of each
-    requested text, and a description of its kernels and settings."""
+    """Properties of an engine to compare with the trainer's: the dtype of its logits, the token ids of each requested
+    text, and a description of its kernels and settings."""
 
     head_dtype: str
     token_ids: tuple[tuple[int, ...], ...]
@@ -154,7 +154,7 @@ class SyncedEngine(Protocol):
         delivers whole checkpoint tensors to the engine's own weight loader."""
 
     def disconnect(self) -> None:
-        """Release the plan, the channel and all memory of the trainers, whose processes have died."""
+        """Release the plan, the channel and all mapped memory of the trainers, whose processes have died."""
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise

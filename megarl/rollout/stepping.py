@@ -43,7 +43,7 @@ class SteppedEngine(ABC, Generic[Request, Result]):
 
     @abstractmethod
     def _wake(self) -> None:
-        """Restore all device memory that a step needs."""
+        """Restore the device memory that a step needs."""
 
     @abstractmethod
     async def _complete(self, request: Request) -> Result:
