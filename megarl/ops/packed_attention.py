@@ -52,7 +52,7 @@ class Documents:
         boundaries: int32 [D + 1], the beginning of each document and the end of the last one; read only if the
             documents are separate.
         longest: number of tokens in the longest document.
-        window: number of tokens to which a token attends, including itself; None means all tokens before it.
+        window: maximum number of tokens to which a token attends, including itself; None means no limit.
     """
 
     buckets: tuple[Bucket, ...]

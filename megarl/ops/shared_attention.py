@@ -40,7 +40,7 @@ def pack_mask(
             tokens, in order.
         key_positions: int64 [T], the pack position of each row in keys and values. Required with `query_positions`.
         device: device of the attention's inputs; by default, that of `document_tokens`.
-        window: number of tokens to which a token attends, including itself; None means all tokens before it.
+        window: maximum number of tokens to which a token attends, including itself; None means no limit.
     """
     device, tokens, bounds = device or document_tokens.device, document_tokens.cpu(), boundaries.long().cpu()
     num_tokens, lengths = int(tokens.max()) + 1, bounds.diff()

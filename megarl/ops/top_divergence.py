@@ -5,7 +5,7 @@ Let T be the k tokens with the largest probability under the teacher at a positi
 the tokens in T, and one class for all other tokens, with probability p_rest = 1 − Σ_{i∈T} p_i under the student and
 q_rest = 1 − Σ_{i∈T} q_i under the teacher. p and q are normalized over the full vocabulary, not over T. The divergence
 over these k + 1 classes is never negative and never exceeds the one over the full vocabulary. The two are equal if k is
-the vocabulary's size. A sum over T alone is not a divergence: it can be negative, and the student can lower it by
+the vocabulary size. A sum over T alone is not a divergence: it can be negative, and the student can lower it by
 moving probability into T (forward KL) or out of T (reverse KL).
 
 T is the teacher's, as in SDFT (https://arxiv.org/abs/2601.19897) and TRL's server distillation. SDPO

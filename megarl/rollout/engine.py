@@ -157,7 +157,7 @@ class SyncedEngine(Protocol):
         """Release the plan, the channel and all mapped memory of the trainers, whose processes have died."""
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
-        """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise
+        """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise a
         RuntimeError if the weights do not match the `expected` checksums (None: not verified)."""
         ...
 
@@ -186,7 +186,7 @@ class Engine(SyncedEngine, Protocol):
         The engine executes other calls while it samples. After a refit, unfinished samples continue with the new
         weights; rollout.kv_cache_on_update decides whether their KV cache is kept or recomputed. After a failed refit,
         they wait for a successful one. Sample.versions records the weight version of each token. Canceling the call
-        aborts its requests. Raise RuntimeError if `version` is None.
+        aborts its requests. Raise a RuntimeError if `version` is None.
         """
         ...
 

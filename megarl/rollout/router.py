@@ -60,7 +60,7 @@ class Router:
         self.load: Counter[str] = Counter()
         """Number of unfinished requests of each engine."""
         self._latencies: dict[str, float] = {}
-        """Seconds per token for each engine, averaged over the last steps."""
+        """Seconds per token for each engine, as an exponential moving average over measurements."""
         self.submissions: dict[str, Submission] = {}
         """Unfinished submissions of single groups, keyed by the first rollout. Only these can be aborted or moved."""
 
@@ -177,7 +177,7 @@ class Submission:
         return self._assigned
 
     def collect(self, answers: Mapping[str, Sequence[Sequence[Any]] | Aborted]) -> list[str]:
-        """Record the results of the placed groups. Return the lost engines whose loss the router has not seen yet.
+        """Record the results of the placed groups. Return the lost engines whose loss the router has not recorded yet.
         `answers` maps each live engine to the samples of its rollouts, or to Aborted."""
         self._router.load.subtract(self._requests)
         lost = [name for name in self._assigned if name not in answers]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Block(NamedTuple):
-    """The span start <= index < stop in tensor number `tensor` of the tiling (None: zero padding of this length)."""
+    """The span start <= index < stop in the tiling's tensor with index `tensor` (None: zero padding of this length)."""
 
     tensor: int | None
     start: int

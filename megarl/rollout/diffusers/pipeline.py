@@ -108,7 +108,7 @@ class ImageModel:
         Args:
             dtype: dtype of all models.
             offload: whether the text encoder and the VAE stay in host memory while they are unused.
-            loads_transformer: whether to read the transformer's weights, which otherwise arrive by a refit.
+            loads_transformer: whether to read the transformer's weights, which otherwise arrive with a refit.
         """
         classes = _classes(folder)
         config = read_foreign_object(folder / "transformer" / "config.json", f"{KEY}: ")

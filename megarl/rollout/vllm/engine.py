@@ -371,7 +371,9 @@ def _completion(
     output: RequestOutput, routes: NDArray[np.signedinteger] | None, drafts: DraftCounts = NO_DRAFTS
 ) -> Completion:
     [sampled] = output.outputs
-    assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id}: {sampled.finish_reason}"
+    assert sampled.finish_reason in ("stop", "length"), (
+        f"request {output.request_id}: unexpected finish reason {sampled.finish_reason}"
+    )
     logprobs = sampled.logprobs  # each position has the sampled token first, then the most likely tokens
     assert isinstance(logprobs, FlatLogprobs), "the output has no flat log-probs"
     assert sampled.weight_versions is not None, "the output has no weight versions"

@@ -1,4 +1,4 @@
-"""Build the arguments of vLLM engines: rollout engines, judges and classifiers."""
+"""Build the arguments of vLLM engines: rollout engines, judges, classifiers and teachers."""
 
 from __future__ import annotations
 

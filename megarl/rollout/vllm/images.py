@@ -67,8 +67,8 @@ class ImageInputs:
         return cls(ImageProcessor.of(Path(arguments["model"]), **arguments[PIXELS]))
 
     async def load(self, images: Sequence[PromptImage]) -> list[MultiModalKwargsItem]:
-        """Compute the images' patches in threads. Requests share patches as long as one of them holds them.
-        Raise a UserError if they differ from the prompt's placeholders."""
+        """Compute the images' patches in threads. Requests share an image's patches as long as any of them holds them.
+        Raise a UserError if the patches do not match the prompt's placeholders."""
         return list(await asyncio.gather(*map(self._item, images)))
 
     def prompt(

@@ -73,7 +73,9 @@ class VllmTeacher(LoadedModel):
         # The first token has no entry. Each other entry lists the token itself, then the most probable tokens.
         first, width = len(sample.prompt.token_ids) - 1, self._top_k + 1
         values = torch.from_numpy(np.array(logprobs.logprobs, np.float32)).view(-1, width)[first:]
-        assert len(values) == len(sample.response_ids), f"sample {sample.id}: {len(values)} log-probs"
+        assert len(values) == len(sample.response_ids), (
+            f"sample {sample.id}: {len(values)} log-probs for {len(sample.response_ids)} response tokens"
+        )
         if not self._top_k:
             return values[:, 0]
         ids = torch.from_numpy(np.array(logprobs.token_ids, np.int64)).view(-1, width)[first:]

@@ -168,7 +168,7 @@ class RefitExtension:
         return stats
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
-        """Load the weights with vLLM's loader. It processes layers in temporary memory before copying them."""
+        """Load the weights with vLLM's loader, which processes each layer in temporary memory before copying it."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         transport = self._receiver.transport
         assembly = Assembly(self._receiver.writes, transport, next(model.parameters()).device)
