@@ -20,7 +20,7 @@ from megarl.core.device import send
 
 LENGTH_STEP = 16
 """Bucket width in tokens. Documents whose lengths round up to the same multiple share a batch, with fewer than 16
-padding positions each."""
+padding keys each."""
 
 
 @dataclass(frozen=True, slots=True)

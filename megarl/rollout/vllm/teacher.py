@@ -22,8 +22,8 @@ from megarl.rollout.vllm.worker_extension import RefitExtension
 
 
 def teacher_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a teacher whose layout is that of config.teachers. Raise a UserError in
-    the same cases as `engine_arguments`."""
+    """Return the arguments of `vllm.LLM` for a teacher with the layout in config.teachers. Raise a UserError in the
+    same cases as `engine_arguments`."""
     settings = config.teachers
     # The engine samples a token after each sequence, because vLLM has no request without sampling.
     context_length = config.context_of(settings)[1] + 1
