@@ -62,8 +62,8 @@ def eagle_bytes(hf_config: Mapping[str, Any], tp: int, dtype: str) -> int:
 def check_eagle_weights(
     folder: Path, headers: Mapping[str, Header], hf_config: Mapping[str, Any], policy: Mapping[str, Any]
 ) -> None:
-    """Raise a UserError if the folder lacks a tensor that the draft does not share with the policy, or if its
-    vocabulary map is invalid. Without this check, vLLM would draft random tokens, or fail.
+    """Raise a UserError if the folder lacks a tensor that the policy cannot provide, or if its vocabulary map is
+    invalid. Without this check, vLLM would draft random tokens, or fail.
 
     Args:
         headers: headers of the folder's tensors.
