@@ -11,7 +11,7 @@ SLOWDOWN = 1.5
 """Duration of a node's speed probe, relative to the median node's, above which the node counts as slow."""
 
 NUM_SLOW = 5
-"""Number of consecutive steps in which a node must be slow."""
+"""Number of consecutive slow steps after which a node should leave."""
 
 
 class DeviceState(NamedTuple):
