@@ -91,7 +91,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
 
 
 def finished_rollouts(config: Config, workers: Workers, context: RunContext, data: PromptSet) -> FinishedRollouts:
-    """Return the rollouts that earlier attempts have finished since the checkpoint, and log those that finish."""
+    """Restore the rollouts that earlier attempts have finished since the checkpoint, and start to record new ones."""
     folder, origin = context.folder, {"data": data.data_hash, "code": context.folder.code_hashes}
     finished = FinishedRollouts(config, workers.rewards, folder.finished, origin, reproduces=not device.on_cuda())
     moved = folder.moved if config.resume == "auto" else None

@@ -1,4 +1,4 @@
-"""Futures for calls to the run's processes, each with a deadline and a diagnosis."""
+"""Futures for calls to the run's processes. Each has a deadline, and its errors name the process and the phase."""
 
 from __future__ import annotations
 
