@@ -42,7 +42,7 @@ NODES, INVITATION, STACKS, LOST = "nodes", "invitation.json", "stacks.json", "lo
 RELEASED, LEAVE = "released.json", "leave-"
 
 MAX_REASON = 200
-"""Number of characters after which the printed reason for a request is cut off."""
+"""Maximum length, in characters, of the printed reason for a request."""
 
 
 @dataclass(frozen=True, slots=True)
