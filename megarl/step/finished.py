@@ -93,8 +93,9 @@ class FinishedRollouts:
         self._names = set(self._earlier)
 
     def note_weights(self, version: int, weights: Mapping[str, Any]) -> None:
-        """Record that the engines have received this weight version: load earlier attempts' groups that were sampled
-        from it, and write the groups that the engines sample from now on. weights: its digests (Refit.weights)."""
+        """Record the weights that the engines have received. Load the groups that earlier attempts sampled from these
+        or older weights, and write the groups that the engines sample from now on. Discard earlier attempts' groups
+        from this or newer versions unless the weights are known to be the same. weights: digests (Refit.weights)."""
         if self._step is None or self.config.samples_images:
             return
         is_in_checkpoint = version == self._step > 0
