@@ -27,7 +27,7 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """File with the kernel's first and last ephemeral ports."""
 
 ANY_PORT = 9
-"""Port to which a UDP socket connects to find its route. It sends nothing there."""
+"""Port to which a UDP socket connects to find the route to a host. Connecting sends no packet."""
 
 
 def own_name() -> str:

@@ -118,7 +118,7 @@ def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tupl
 
 
 def _first_result(parts: Sequence[list[T]]) -> list[T]:
-    """Return the first nonempty result. Ranks of the other replicas return equal results; all other ranks, none."""
+    """Return the first nonempty result. Only one rank per replica returns a result, and these are equal."""
     return next(part for part in parts if part)
 
 
