@@ -331,7 +331,7 @@ def _announce_logs(config: Config, models: ModelFolders) -> None:
     if (logs := log_bytes(config)) > room:
         print(
             f"megarl: warning: run.steps={config.run.steps}: the rollout logs in {path} may take up to "
-            f"{logs / 1e9:.2f} GB, but only {room / 1e9:.2f} GB are free besides the checkpoints. "
+            f"{logs / 1e9:.2f} GB, but the checkpoints leave only {room / 1e9:.2f} GB of disk space. "
             "When the disk is full, the run continues without writing rollouts",
             file=sys.stderr,
             flush=True,
@@ -394,8 +394,11 @@ def _distinct_images(data: PromptSet | OfflineData) -> str:
     """Return the number of distinct images in the data, and the mean and maximum number of their tokens."""
     by_digest = {image.digest: image.num_tokens for images in data.row_images.rows for image in images}
     counts = by_digest.values()
-    tokens = f" (on average {sum(counts) / len(counts):,.0f} and at most {max(counts):,} tokens)" if counts else ""
-    return f"{len(counts):,} distinct images{tokens}"
+    if not counts:
+        return "0 distinct images"
+    images = "image" if len(counts) == 1 else "images"
+    tokens = f"{max(counts):,} {'token' if max(counts) == 1 else 'tokens'}"
+    return f"{len(counts):,} distinct {images} (on average {sum(counts) / len(counts):,.0f} and at most {tokens})"
 
 
 def _images_row(config: Config, checked: Preflight) -> str:

@@ -47,7 +47,7 @@ class CauseRow:
         meaning: description of the cause, with the shares of its parts.
         share: fraction of all device-seconds.
         step_s: seconds per kept step, averaged over the devices of the newest allocation; None without a kept step.
-        planned_s: the planner's prediction for this column; None without one.
+        planned_s: the planner's prediction of `step_s`; None without one.
     """
 
     cause: str
@@ -102,7 +102,7 @@ class TimeLedger:
         return found
 
     def describe(self) -> str:
-        """Return the goodput and a table of causes, or a line that says that there are no records."""
+        """Return the goodput and a table of causes or, without records, a line that states this."""
         seconds = self.seconds
         total = sum(seconds.values())
         if total <= 0:
@@ -156,7 +156,7 @@ def read_ledger(run: Path, now: float | None = None) -> TimeLedger:
 
 
 def _predicted(run: Path) -> Seconds:
-    """Return the prediction in a run's folder, without values that are not predictions."""
+    """Return the prediction in a run's folder. Omit invalid values."""
     values: dict[str, Any] = {}
     with suppress(UserError, OSError):
         values = read_object(run / PREDICTION)
@@ -284,7 +284,8 @@ def _allocations(
 
 
 def _fill(allocation: _Allocation, devices: float) -> Iterator[Interval]:
-    """Yield contiguous intervals from the begin of the allocation to its end. They sum to its time on all devices."""
+    """Yield contiguous intervals from the start of the allocation to its end. Their device-seconds sum to its duration
+    times `devices`."""
     events = _events(allocation)
     used = allocation.used or devices
     rows = [(row, times.start.devices) for times in allocation.attempts for row in times.rows]

@@ -97,7 +97,7 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
                 return True
             if interrupts.is_signaled and not has_requested:
                 has_requested = True
-                rendezvous.request_leave(report.name, "a signal ends megarl join on this node")
+                rendezvous.request_leave(report.name, "megarl join received a signal on this node")
             if memory.peak_gb() != report.peak_gb:
                 report = replace(report, peak_gb=memory.peak_gb())
                 rendezvous.report(report)
