@@ -109,8 +109,8 @@ def distillation(
 
     Args:
         log_prob: float32 [N], log-probs of sampled tokens under the student.
-        teachers: float32 [N, K], log-probs of the same tokens under each teacher, or UNSCORED. Such a teacher has no
-            part in the token's divergence.
+        teachers: float32 [N, K], log-probs of the same tokens under each teacher, or UNSCORED, which excludes the
+            teacher from the token's divergence.
         mask: bool [N], true for trained tokens.
         weights: w_k of each teacher.
         limit: the bound on each estimate, as in `estimate`.

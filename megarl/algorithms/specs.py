@@ -1,5 +1,5 @@
-"""Spec classes, which describe estimators and objectives. This module does not import torch, because
-loading a configuration imports this module.
+"""Spec classes, which describe estimators and objectives. This module does not import torch, because loading a config
+imports this module.
 
 The options of an estimator or objective are the keyword arguments of its function. Recipes use the same names.
 """

@@ -66,7 +66,9 @@ def compute_advantages(
             f"estimator such as {', '.join(_names(SampleEstimator)[:3])}"
         )
     if isinstance(spec, GroupEstimator) and spec.compare_turns is not None:
-        raise UserError(f"estimator={estimator}: compares turns, which are not given. Fix: use grpo")
+        raise UserError(
+            f"estimator={estimator}: compares turns, which compute_advantages does not accept. Fix: use grpo"
+        )
     counts = [[1] * len(group) for group in rewards] if num_tokens is None else num_tokens
     greedy = [0.0] * len(rewards) if greedy is None else greedy
     groups = [
@@ -170,7 +172,7 @@ def policy_loss(
     spec = OBJECTIVES[objective]
     chosen = _with_defaults(spec, options)
     if not isinstance(spec, PolicyObjective) or spec.selection is not None or "tokens" not in spec.actions:
-        reason = "selects tokens of the whole update" if spec.selects_tokens else "has no ratio of tokens"
+        reason = "selects tokens of the whole update" if spec.selects_tokens else "has no per-token ratio"
         raise UserError(f"objective={objective}: {reason}, so it is not a function of these tensors. Fix: use clip")
     _require_name("aggregation", aggregation, AGGREGATIONS)
     num_samples, longest = mask.shape

@@ -37,7 +37,7 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 """File system types that are stored in a machine's memory."""
 
 DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay")
-"""File system types on local disks. Other machines see them only if they are exported."""
+"""File system types on local disks. Other machines can access them only if they are exported."""
 
 
 def check(request: Request, config: Config) -> list[str]:
@@ -140,7 +140,7 @@ def _model_errors(request: Request, config: Config) -> Iterator[str]:
 
 
 def _path_warnings(request: Request, config: Config) -> Iterator[str]:
-    """Yield a line for each path that other machines see only if this one exports it."""
+    """Yield a line for each path that other machines can access only if this one exports it."""
     if request.nodes + request.spares == 1:
         return
     for named in _host_paths(request, config):

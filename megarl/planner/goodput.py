@@ -76,8 +76,8 @@ def predict_goodput(model: FailureModel) -> dict[str, float]:
 
 
 def erlang_b(load: float, servers: int) -> float:
-    """Return the probability that all servers are busy (the Erlang B formula). The servers are spare nodes, and the load
-    is the mean number of nodes under repair."""
+    """Return the probability that all servers are busy (the Erlang B formula). The servers are the spare nodes, and the
+    load is the mean number of nodes under repair."""
     blocked = 1.0
     for n in range(1, servers + 1):
         blocked = load * blocked / (n + load * blocked)

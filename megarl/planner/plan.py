@@ -274,7 +274,7 @@ def _nothing_fits(config: Config, result: SearchResult, models: Models, cluster:
 def _sufficient_gpus(
     config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster
 ) -> int | None:
-    """Return a number of GPUs on which a layout fits, or None if even the largest multiple in MORE_GPUS is not enough."""
+    """Return a number of GPUs on which a layout fits, or None if no multiple in MORE_GPUS is enough."""
     for times in MORE_GPUS:
         larger = replace(cluster, num_gpus=times * cluster.num_gpus)
         if search(config, actor, models, workload, larger).plans:
