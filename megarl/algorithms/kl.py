@@ -104,8 +104,8 @@ def distillation(
     false.
 
     On-policy distillation (https://arxiv.org/abs/2306.13649; https://thinkingmachines.ai/blog/on-policy-distillation)
-    minimizes the divergence on the student's own samples. Each token counts by itself: as an advantage, −K is the
-    reward to go with discount 0.
+    minimizes the divergence on the student's own samples. Tokens are independent: as an advantage, −K is the reward to
+    go with discount 0.
 
     Args:
         log_prob: float32 [N], log-probs of sampled tokens under the student.

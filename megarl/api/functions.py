@@ -112,7 +112,7 @@ def compute_token_advantages(
     estimator: str, rewards: torch.Tensor, mask: torch.Tensor, values: torch.Tensor | None = None, **options: Any
 ) -> TokenAdvantages:
     """Return the advantage of each token and the critic's targets, float32 [B, T], both 0 where the mask is false.
-    The advantages are not whitened.
+    The targets are None without `values`. The advantages are not whitened.
 
     Args:
         estimator: an estimator with one advantage per token, such as "gae" or "reinforce_plus_plus".

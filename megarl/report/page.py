@@ -48,7 +48,7 @@ class Contents:
     rollouts: Rollouts
     evaluations: list[SetSamples] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """Keys that changed in the middle of the run; see `changes_in`."""
+    """Keys that changed during the run; see `changes_in`."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
     """Health warnings; see `warnings_in`."""
     ledger: TimeLedger = field(default_factory=TimeLedger)

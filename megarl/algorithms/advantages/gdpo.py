@@ -33,8 +33,8 @@ def step_moments(
     groups: Sequence[Sequence[Member]], std: str, std_epsilon: float, step_std: str
 ) -> tuple[float, float] | None:
     """Return mean(A) and std(A) + std_epsilon over the samples in all groups of the step, in which each rollout counts
-    once (https://arxiv.org/abs/2601.05242). Groups of one sample are excluded, because there is nothing to
-    compare it with. step_std="none" skips the normalization."""
+    once (https://arxiv.org/abs/2601.05242). Groups of one sample are excluded, because their rewards are not
+    compared. step_std="none" skips the normalization."""
     sums = [a for group in groups if len(group) > 1 for a in _advantages(group, std, std_epsilon)]
     if step_std == "none" or not sums:
         return None

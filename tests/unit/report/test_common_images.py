@@ -1,4 +1,4 @@
-"""The evaluation images in a comparison: which samples are compared, and what the page says about the others."""
+"""The evaluation images in a comparison: which samples are compared, and the notes about omitted ones."""
 
 from __future__ import annotations
 
