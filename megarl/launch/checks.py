@@ -49,7 +49,7 @@ def check(request: Request, config: Config) -> list[str]:
     if request.gpus:
         lines.append(_check_plan(request, config))
     if request.image is not None and not _is_file(request.image):
-        lines.append(f"--image={request.image}: the nodes pull it from a registry, which was not checked")
+        lines.append(f"--image={request.image}: not checked, because the nodes pull it from a registry")
     return [*lines, *_path_warnings(request, config)]
 
 
@@ -146,8 +146,8 @@ def _path_warnings(request: Request, config: Config) -> Iterator[str]:
     for named in _host_paths(request, config):
         if (kind := _file_system_type(_existing_path(named))) in DISK_FILE_SYSTEMS:
             yield (
-                f"warning: {named.key}={named.path} is on a local disk of this machine ({kind}). The job fails at its "
-                "start unless all nodes mount it"
+                f"warning: {named.key}={named.path} is on a local disk of this machine ({kind}). The job fails at "
+                "startup unless all nodes mount it"
             )
 
 

@@ -159,10 +159,10 @@ def recorded(file: Path | None) -> list[int]:
             lengths.append(length)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--lengths {file}: cannot be read ({error}). Fix: use a file in rollouts/ of a run's folder"
+            f"--lengths {file}: cannot be read ({error}). Fix: use a file from the rollouts/ folder of a run"
         ) from None
     if not lengths:
-        raise UserError(f"--lengths {file}: the file is empty. Fix: use a file in rollouts/ of a run's folder")
+        raise UserError(f"--lengths {file}: the file is empty. Fix: use a file from the rollouts/ folder of a run")
     return lengths
 
 
