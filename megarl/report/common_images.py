@@ -42,8 +42,8 @@ class CommonImages:
 
 
 def read_common_images(runs: Sequence[Mapping[str, Mapping[int, Path]]]) -> list[CommonImages]:
-    """Read the images of all evaluation sets that have images in at least one run. The sets that the runs do not share
-    have no rows. runs: maps a set name and a step to a sample file, for each run."""
+    """Read the images of all evaluation sets that have images in at least one run. Sets that the runs do not share have
+    no rows. runs: maps a set name and a step to a sample file, for each run."""
     names = dict.fromkeys(name for files in runs for name in files)
     return [item for name in names for item in _read_set(name, [files.get(name, {}) for files in runs])]
 
@@ -107,10 +107,10 @@ def _notes(sets: Sequence[CommonImages], differing: Sequence[str]) -> Iterator[s
     parts = [f"set {item.name}" for item in sets if not (item.num_common or item.num_different)]
     parts += [f"{_count(item.num_different, 'sample')} of {item.name}" for item in sets if item.num_different]
     if parts:
-        yield f"Images that not all runs have for the same step and prompt are left out: {', '.join(parts)}."
+        yield f"Images that some runs lack for the same step and prompt are omitted: {', '.join(parts)}."
     if num_omitted := sum(item.num_omitted for item in sets):
         verb = "is" if num_omitted == 1 else "are"
-        yield f"{_count(num_omitted, 'image')} {verb} missing or left out, to limit the page's size."
+        yield f"{_count(num_omitted, 'image')} {verb} missing or omitted to limit the page's size."
 
 
 def _count(number: int, noun: str) -> str:

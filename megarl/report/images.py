@@ -33,7 +33,7 @@ def image_fields(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def embed_images(rollouts: Path, samples: Iterable[dict[str, Any]]) -> int:
     """Add to each sample its image, or the preview of a large one, up to MAX_BYTES. Return the number of images that
-    are left out. Names of files that megarl does not write are removed.
+    are omitted. File names that megarl does not write are removed from the samples.
 
     Args:
         rollouts: the samples' JSONL file.

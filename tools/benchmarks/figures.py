@@ -58,7 +58,8 @@ def write() -> None:
 
 
 def record(name: str, runs: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Replace runs in a result, keep the others if they are `known`, in that order, and update the pages."""
+    """Replace runs in a result, and update the pages. Other runs are kept if they are `known`. The order is that of
+    `known`."""
     if not runs:
         return
     found = result(name)["runs"] | runs
@@ -93,7 +94,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def machine_of(found: Mapping[str, Any]) -> str:
-    """Return a phrase that names a result's machine, to begin a sentence with."""
+    """Return the beginning of a sentence, which names a result's machine."""
     cpu, _, cores = found["machine"]["cpu"].partition(", ")
     number = cores.removesuffix(" cores")
     return f"Measured on {number} {cpu} cores with {found['machine']['memory_gib']} GiB of RAM and no GPU"
