@@ -166,7 +166,7 @@ def intact_before(checkpoint: Path) -> Path | None:
 
 
 def checked_format(manifest: Mapping[str, Any], path: Path) -> int:
-    """Return a manifest's format version. Raise a UserError, which names `path`, if this version of megarl cannot read
+    """Return a manifest's format version. Raise a UserError that names `path` if this version of megarl cannot read
     it."""
     version = manifest.get(FORMAT_KEY)
     if version is None:
@@ -207,8 +207,8 @@ def remove_notes(checkpoint: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether the folder is a checkpoint, complete or corrupt. The manifest's name is not sufficient evidence:
-    run folders also contain a file with that name."""
+    """Return whether the folder is a checkpoint, complete or corrupt. The manifest's content decides, because run
+    folders also contain a file with this name."""
     if not folder.is_dir():
         return False
     try:

@@ -41,7 +41,7 @@ class OptionalLog:
             self._num_dropped += count
             return False
         if self._num_dropped:
-            _print(f"megarl: note: {path.parent}: can be written again, after {self._num_dropped} dropped {self._rows}")
+            _print(f"megarl: note: {path.parent}: writable again; {self._num_dropped} {self._rows} were dropped")
             self._num_dropped = 0
         return True
 

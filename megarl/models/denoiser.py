@@ -94,8 +94,8 @@ class DenoiserShape(ModelShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZImageShape(DenoiserShape):
-    """The architecture parameters of Z-Image, a single-stream diffusion transformer. Padding is learned, and the
-    document attends to it.
+    """The architecture parameters of Z-Image, a single-stream diffusion transformer. Padding tokens have a learned
+    embedding, and a document's tokens attend to its padding.
 
     Attributes:
         time_scale: factor by which the noise level is multiplied before it is embedded.
@@ -118,7 +118,7 @@ class ZImageShape(DenoiserShape):
 
     @property
     def max_caption_tokens(self) -> int:
-        # diffusers truncates captions to 512 tokens. A caption's positions start at 1, and the image has the next one.
+        # diffusers truncates captions to 512 tokens. Caption positions start at 1, and the image takes the next one.
         return min(512, (self.axis_lengths[0] - 2) // self.token_multiple * self.token_multiple)
 
     def caption_tokens(self, num_tokens: float) -> int:
@@ -163,7 +163,7 @@ class ZImageShape(DenoiserShape):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableDiffusion3Shape(DenoiserShape):
     """The architecture parameters of Stable Diffusion 3 and 3.5, whose layers have separate weights for images and
-    captions. Both attend to each other. Nothing is padded.
+    captions. Images and captions attend to each other. Nothing is padded.
 
     Attributes:
         dual_layers: numbers of the layers in which images also attend to themselves alone, with separate weights.

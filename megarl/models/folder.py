@@ -209,7 +209,7 @@ def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
         return _checked(key, hub_id, Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns)))
     except (HFValidationError, OSError) as error:  # network and HTTP errors are subclasses of OSError
         reason = str(error).strip().splitlines()[0]
-        model = hub_id if revision is None else f"{hub_id} at model.revision={revision}"
+        model = hub_id if revision is None else f"{hub_id} at revision {revision}"
         raise UserError(
             f"{key}={model}: neither a folder on this machine nor a Hub id that could be downloaded ({reason}). Fix: "
             "check the spelling, the network, HF_HUB_OFFLINE and, for gated models, HF_TOKEN, or use a local folder"

@@ -164,8 +164,8 @@ class LatentAttention:
 
 
 def dequantized(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the bfloat16 model that an MXFP4 checkpoint is read as. Other configs are returned
-    unchanged."""
+    """Return an MXFP4 checkpoint's config as that of the bfloat16 model that megarl reads it as. Other configs are
+    returned unchanged."""
     method = (hf_config.get("quantization_config") or {}).get("quant_method")
     if method != "mxfp4":
         return dict(hf_config)

@@ -113,8 +113,8 @@ CONDITIONAL = {"alora_invocation_tokens", "arrow_config"}
 """Variants whose adapters do not apply equally to all tokens, so they cannot be merged."""
 
 _TARGET = re.compile(r"(?:\bnet\.\d+\.proj|[^.]+(?:\.\d+)?)$")
-"""Matches the end of a layer's name by which PEFT finds it: the last component, with the one before it if the last is a
-number, such as to_out.0. net.0.proj is matched whole, because Stable Diffusion 3's pos_embed.proj has no adapter."""
+"""Matches the suffix by which PEFT finds a layer: the last component of its name, with the one before it if the last is
+a number, as in to_out.0. net.0.proj is matched whole, because Stable Diffusion 3's pos_embed.proj has no adapter."""
 
 RETRAIN = "set actor.lora.path to plain LoRA adapters"
 
