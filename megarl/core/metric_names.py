@@ -185,7 +185,7 @@ METRICS = (
     Declaration("kl/FORM", "mean KL to the reference; placement, level and estimator are in the name", "nats", "kl"),
     Declaration(
         "kl/teacher_NAME",
-        "KL(old policy ‖ teacher) by k1; with other divergences than sampled, their mean under the current policy",
+        "KL(old policy ‖ teacher) by k1; if the divergence is not sampled, its mean under the current policy",
         "nats/token",
         "teachers",
     ),

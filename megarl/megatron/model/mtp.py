@@ -100,7 +100,7 @@ class MtpLayer(MegatronModule):
 
 
 class MtpBlock(MegatronModule):
-    """The model's MTP layers, of which there is one in all supported models.
+    """The model's MTP layers. All supported models have one.
 
     Attributes:
         embedding: [V / tp, h], the rows of the model's embedding on this rank, available within `shared_embedding`.

@@ -68,7 +68,7 @@ class DocumentYarn(YarnRotaryEmbedding):
 @cache
 def fuse_rotation() -> None:
     """On GPU, let Megatron rotate queries and keys with our kernel wherever it would use plain torch. This includes all
-    models if Transformer Engine is not installed. Interleaved channels, as in latent attention, and heads of which only
+    models if Transformer Engine is not installed. Interleaved channels, as in latent attention, and heads in which only
     some channels rotate still use plain torch."""
     if not device.on_cuda():
         return
@@ -149,8 +149,8 @@ def _set_positions(reader: Any, _: tuple, keywords: dict[str, Any]) -> None:
 
 
 def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:
-    """Return the rotation per position for each channel pair, in radians, float32 [dim / 2]. `rope` is the
-    rope_parameters from config.huggingface."""
+    """Return the rotation per position for each channel pair, in radians, float32 [dim / 2]. `rope` is the result of
+    `rope_parameters`."""
     base = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     match rope["rope_type"]:
         case "default":

@@ -22,7 +22,7 @@ class UntrainedWorker(ModelWorker):
         super().__init__(config, model_folder, rank, store, threads)
         self._offload = Offload(self.chunks)
         if freed := self._move_out():
-            print(f"{self.role}: offloaded {freed / 1e9:.3f} GB to host memory while it is idle", flush=True)
+            print(f"{self.role}: offloaded {freed / 1e9:.3f} GB to host memory while idle", flush=True)
 
     @contextmanager
     def _present(self) -> Iterator[None]:
