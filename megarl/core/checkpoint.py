@@ -171,14 +171,14 @@ def checked_format(manifest: Mapping[str, Any], path: Path) -> int:
     version = manifest.get(FORMAT_KEY)
     if version is None:
         raise UserError(
-            f"{path}: a pre-release of megarl saved it in a format that this version cannot read. Fix: start from "
+            f"{path}: saved by a pre-release of megarl in a format that this version cannot read. Fix: start from "
             "scratch with another run.name"
         )
     if not is_plain(version, int) or version < 1:
         raise UserError(f"{path}: unknown format {shown(version)}. Fix: use a checkpoint that megarl saved")
     if version > FORMAT:
         raise UserError(
-            f"{path}: a later version of megarl saved it in format {version}, but this version reads only formats up "
+            f"{path}: saved by a later version of megarl in format {version}, but this version reads only formats up "
             f"to {FORMAT}. Fix: update megarl"
         )
     return version

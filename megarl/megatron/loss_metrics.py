@@ -35,7 +35,7 @@ def policy_metrics(
         mismatch_threshold: log-prob difference, in nats, above which a token counts as an outlier.
         has_moved: whether the policy has been updated since the start of the step.
         penalty: the objective's penalty if it is adapted between steps, else None.
-        kl_name: name of the KL metric.
+        kl_name, kl_level, kl_coefficient: the KL metric's name, and the KL's level and coefficient in this step.
         teachers: names of the teachers.
     """
     policy, log_prob, mask = terms.policy, terms.log_prob, batch.mask

@@ -33,8 +33,8 @@ from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.transports.transport import view
 
 INWARD_SHARE = 1 / 6
-"""Threshold for the random share, uniform in (−½, ½). A share up to it, which has probability 2/3, scales the distance to
-the neighbor nearer to 0, and a larger one that to the other neighbor. The distances differ only for powers of two."""
+"""Threshold for the random share, which is uniform in (−½, ½). Shares up to it (probability 2/3) scale the distance to
+the neighbor nearer to 0, and larger ones that to the other neighbor. Both are equal except for powers of two."""
 
 CHUNK = 2**20
 """Number of elements processed at a time, which limits temporary memory. More would not be faster."""

@@ -73,8 +73,8 @@ def is_eagle(hf_config: Mapping[str, Any]) -> bool:
 
 
 def flattened(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a draft's config in the format of vLLM's speculators library with its layer's keys at the top level, as
-    vLLM reads it (transformers_utils/configs/speculators/algos.py). Other configs are returned unchanged."""
+    """Convert a draft's config from the format of vLLM's speculators library: move its layer's keys to the top level,
+    as vLLM does (transformers_utils/configs/speculators/algos.py). Other configs are returned unchanged."""
     layer = hf_config.get("transformer_layer_config")
     if hf_config.get("speculators_model_type") != "eagle3" or not isinstance(layer, dict):
         return dict(hf_config)

@@ -53,8 +53,8 @@ class Spec(NamedTuple):
 
 
 class HostCopies:
-    """One rank's last two copies, each in a slot. A slot's record is deleted before its tensors are written, and written
-    afterwards. A rank that is killed while it copies thus leaves the other slot's copy intact."""
+    """One rank's last two copies, each in a slot. A slot's record is deleted before its tensors are written, and is
+    written afterwards. A rank that is killed while it copies thus leaves the other slot's copy intact."""
 
     def __init__(self, folder: Path, rank: str):
         """`folder` is a private folder in shared memory, and `rank` names the rank's files in it."""

@@ -212,8 +212,7 @@ def load(
             random_state.restore(loaded[RANDOM])
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{folder}: the state of the random generators is malformed ({error}). Fix: resume from another "
-                "checkpoint"
+                f"{folder}: the RNG state is malformed ({error}). Fix: resume from another checkpoint"
             ) from None
     return counters
 
