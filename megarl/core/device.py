@@ -98,7 +98,7 @@ def capability() -> tuple[int, int]:
 
 
 def claim(threads: int | None) -> None:
-    """Make the device the current device of this thread, and set its number of intra-op threads on the host."""
+    """Make the device current in this thread, and set the number of intra-op threads on the host."""
     if on_cuda():
         _torch().cuda.set_device(device())
     if threads is not None:
@@ -108,8 +108,8 @@ def claim(threads: int | None) -> None:
 def helper_thread(name: str) -> ThreadPoolExecutor:
     """Return an executor with one thread, which works while the main thread computes.
 
-    Its operators run on a single core. A second pool of OpenMP threads would leave more threads than cores, and OpenMP
-    then puts every thread of the process to sleep after each operator instead of letting it spin. An image model's
+    Its operators run on a single core. With a second pool, there would be more OpenMP threads than cores, and OpenMP
+    would put every thread of the process to sleep after each operator instead of letting it spin. An image model's
     update took up to 1.2 times as long.
     """
     return ThreadPoolExecutor(1, name, initializer=claim, initargs=(1,))

@@ -57,7 +57,7 @@ def _frozen(caption: Conditioning[Any]) -> Conditioning[NDArray[np.float32]]:
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentSample(HoldsArrays):
     """One image sampled in N denoising steps, of which K ≤ N are trained. Either these are consecutive and stored with
-    the latents before and after each, or they are arbitrary and the trainer adds noise to the final latents.
+    the latents before and after each, or they are arbitrary and the trainer noises the final latents to their levels.
 
     Processes exchange it in two parts, `for_training` and `for_rewards`. Each lacks the arrays of the other.
 

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.core.files import append_rows
 
 RESERVED_BYTES = 2**28
-"""Free disk space below which logs are dropped, so that checkpoints and other files can still be written."""
+"""Free disk space in bytes below which logs are dropped, so that checkpoints and other files can be written."""
 
 
 class OptionalLog:

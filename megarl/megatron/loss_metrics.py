@@ -133,7 +133,7 @@ def _difference_metrics(batch: RowBatch, section: str, log_ratio: torch.Tensor, 
 def _kl(batch: RowBatch, log_ratio: torch.Tensor) -> torch.Tensor:
     """Return an estimate, float32 [N], whose mean over rows is KL(μ ‖ π), from log μ − log π of rows sampled by μ.
 
-    The log-prob of a denoising step is a mean over elements, whose spread is far below that of one element. k3 would
+    The log-prob of a denoising step is a mean over elements and varies far less than that of one element. k3 would
     underestimate its KL by a factor of the number of elements, and k1 has almost no variance.
     """
     return kl.k1(log_ratio) if isinstance(batch, StepBatch) else kl.k3(log_ratio)

@@ -45,7 +45,7 @@ class DenoiserShape(ModelShape):
     refiners: int
 
     token_multiple: ClassVar[int]
-    """The numbers of image tokens and of caption tokens are each padded to a multiple of this."""
+    """Number to a multiple of which the image tokens and the caption tokens are each padded."""
     pixels_per_latent: ClassVar[int] = 8
     """Height and width in pixels of one latent of the published VAE. The transformer's config.json does not contain
     it."""
@@ -166,7 +166,7 @@ class StableDiffusion3Shape(DenoiserShape):
     captions. Images and captions attend to each other. Nothing is padded.
 
     Attributes:
-        dual_layers: numbers of the layers in which images also attend to themselves alone, with separate weights.
+        dual_layers: indices of the layers in which images also attend to themselves alone, with separate weights.
         grid: number of rows, and of columns, of the position embedding. Images use its center.
     """
 
@@ -315,7 +315,7 @@ def _layer_fields(
 def _check(
     model: Mapping[str, Any], counts: Sequence[str], lists: Sequence[str] = (), numbers: Sequence[str] = ()
 ) -> None:
-    """Raise a UserError for a value that is not a positive integer, a list of them, or a positive number."""
+    """Raise a UserError for the first key without a positive integer, a list of them, or a positive number."""
 
     def is_list(value: Any) -> bool:
         return isinstance(value, list | tuple) and all(is_plain(item, int) and item > 0 for item in value)

@@ -70,7 +70,7 @@ def delta_net_flops(shape: ModelShape) -> int:
 
 
 def mlp_weights(shape: ModelShape) -> float:
-    """Return the mean number of weights that a token passes in a layer's MLP: gate, up and down, or up and down."""
+    """Return the mean number of MLP weights in a layer that process a token: gate, up and down, or up and down."""
     matrices = 2 if isinstance(shape, StableDiffusion3Shape) else 3
     return matrices * shape.hidden * shape.active_intermediate
 

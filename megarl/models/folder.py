@@ -25,7 +25,7 @@ PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
 
 MODEL_SECTIONS = ("model", "critic", "reward_model", "implicit_reward")
-"""Config sections in which the key `path` identifies a model that determines what is trained."""
+"""Config sections whose key `path` names a model that training depends on."""
 
 DRAFT_KEY = "rollout.speculative.path"
 """Config key of the model that drafts tokens in the engines."""
@@ -76,7 +76,7 @@ def real_path(path: str) -> str:
 
 
 def model_paths(config: Config) -> dict[str, str]:
-    """Return the paths of the models that determine what is trained: config key -> path."""
+    """Return the paths of the models that training depends on: config key -> path."""
     paths = {f"{name}.path": getattr(config, name).path for name in MODEL_SECTIONS}
     return {key: path for key, path in paths.items() if path is not None}
 

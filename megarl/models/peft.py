@@ -63,11 +63,11 @@ HARMLESS = {
     *("lora_dropout", "megatron_core", "runtime_config", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-"""Keys of PEFT's LoraConfig that do not change the function of stored adapters: metadata, the choice of layers (which
-the weights file also shows), dropout, and options of initializations and variants that other keys select."""
+"""Keys of PEFT's LoraConfig that do not affect the output of stored adapters: metadata, the choice of layers (which the
+weights file also shows), dropout, and options of initializations and variants that other keys select."""
 
 CHECKED = {"r", "lora_alpha", "peft_type", "init_lora_weights"}
-"""Keys whose values are checked one by one."""
+"""Keys whose values are checked individually."""
 
 PLAIN_INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica")
 """Initializations, besides true and false, that leave the base model's weights unchanged."""
@@ -197,7 +197,7 @@ def _initialization_problem(content: Mapping[str, Any]) -> str | None:
 
 
 def _variant_problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each key that may change the adapters' function. Unused variants are false, null or empty."""
+    """Yield a line for each key that may affect the adapters' output. Unused variants are false, null or empty."""
     for key in sorted(content.keys() - HARMLESS - CHECKED):
         if content[key] and not (key == "bias" and content[key] == "none"):
             reason = VARIANTS.get(key, "megarl does not support this key")

@@ -110,7 +110,7 @@ class ModelShape:
 
     @property
     def softmax_layers(self) -> int:
-        """Number of layers whose attention compares every pair of tokens."""
+        """Number of layers with softmax attention. The others are gated delta nets."""
         return self.num_layers - (sum(self.linear.layers) if self.linear else 0)
 
     @property

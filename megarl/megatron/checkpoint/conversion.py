@@ -281,7 +281,8 @@ def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | Non
 
 
 def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Return parameter name -> dtype of its canonical tensors. Parameters with only padding are omitted."""
+    """Return parameter name -> dtype of its canonical tensors. Parameters with only padding are omitted. Raise a
+    UserError if a parameter's tensors differ in dtype."""
     by_parameter: dict[str, str] = {}
     for tensor, piece in holder.shard.canonical_pieces:
         dtype = dtypes[tensor]

@@ -35,7 +35,7 @@ class NodeCopies:
     not wait for the delivery, which only reads the copy."""
 
     def __init__(self, folder: Path, role: str, rank: int, store: Store, timeout_s: float):
-        """`folder` is a private folder in shared memory, and `store` that of the rank's process group."""
+        """`folder` is a private folder in shared memory, and `store` is the store of the rank's process group."""
         self._folder, self._role, self._rank, self._store = folder, role, rank, store
         self._timeout = timedelta(seconds=timeout_s)
         self._by_rank: dict[int, HostCopies] = {}

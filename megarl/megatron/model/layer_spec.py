@@ -116,7 +116,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 if importlib.util.find_spec("transformer_engine") is None:
-    # Latent attention accepts only the down-projection classes that it lists. Its `Linear` is None without the package.
+    # Latent attention accepts only certain down-projections. Without Transformer Engine, its `Linear` is None.
     multi_latent_attention.Linear = ReplicatedLinear
 
 

@@ -98,7 +98,7 @@ def _rows(
     """Return the angles at the given positions, [T, 1, 1, channels]. With `positions` [3, T], each channel uses the
     position on its axis."""
     if positions is None:
-        # Megatron takes a table with as many rows as the pack has tokens for one angle per token.
+        # Megatron would interpret a table with one row per token in the pack as the tokens' own angles.
         return table[:max_seq_len]
     if positions.dim() == 1:
         return table[positions]

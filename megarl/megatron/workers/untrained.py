@@ -16,7 +16,7 @@ from megarl.megatron.workers.model import ModelWorker
 
 
 class UntrainedWorker(ModelWorker):
-    """The base class for roles without training."""
+    """The base class for roles that are not trained."""
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         super().__init__(config, model_folder, rank, store, threads)

@@ -1,4 +1,4 @@
-"""The base class of image models' transformers as megatron-core models."""
+"""The base class of image models' transformers, built on megatron-core."""
 
 from __future__ import annotations
 
