@@ -10,8 +10,8 @@ from megarl.core.text import printable
 
 
 class OneStop(Exception):
-    """An error whose message may embed another program's message. A doubled period after an embedded sentence is reduced
-    to one."""
+    """An error whose message may embed another program's message. A doubled period after an embedded sentence becomes a
+    single one."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(re.sub(r"(?<=[^.\s])\.\.(?=\s+[A-Z])", ".", message) if isinstance(message, str) else message)

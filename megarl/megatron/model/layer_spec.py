@@ -174,7 +174,7 @@ class DocumentAttention(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Return the sharded state for Megatron's checkpoints, which split the sinks by head."""
-        assert metadata is not None, "Megatron passes the process groups in metadata"
+        assert metadata is not None, "Megatron has not passed its process groups in metadata"
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,

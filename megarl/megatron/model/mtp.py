@@ -72,7 +72,7 @@ class MtpLayer(MegatronModule):
         norm = norm_class(fused)
         sizes: dict[str, Any] = dict(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
         self.enorm, self.hnorm, self.final_layernorm = norm(**sizes), norm(**sizes), norm(**sizes)
-        assert config.init_method is not None, "TransformerConfig sets a default"
+        assert config.init_method is not None, "TransformerConfig has not set init_method"
         self.eh_proj = ColumnParallelLinear(
             2 * config.hidden_size,
             config.hidden_size,

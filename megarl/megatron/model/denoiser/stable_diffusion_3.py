@@ -73,7 +73,7 @@ class StableDiffusion3(Denoiser):
         super().__init__(config, shape, virtual)
         self.shape: StableDiffusion3Shape = shape
         hidden, dtype = shape.hidden, config.params_dtype
-        assert shape.pooled is not None, "the model has pooled captions"
+        assert shape.pooled is not None, "the model has no pooled captions"
         self.time_embedder = self._embedder(TIME_CHANNELS, hidden)
         self.pooled_embedder = self._embedder(shape.pooled, hidden)
         if self.pre_process:
