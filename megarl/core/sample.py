@@ -95,7 +95,7 @@ class Sample(HoldsArrays):
         num_prompt_tokens = len(self.prompt.token_ids)
         is_split = all(image.stop <= num_prompt_tokens for image in self.prompt.images)
         is_split &= all(image.start >= num_prompt_tokens for image in self.response_images)
-        assert is_split, f"sample {self.id}: an image is not at a position of its list, prompt.images or response_images"
+        assert is_split, f"sample {self.id}: an image is in prompt.images instead of response_images, or vice versa"
 
     def __hash__(self) -> int:
         return hash(self.id)
