@@ -38,8 +38,8 @@ WHOLE_ONLY = tuple(text for whole, text in TEXT_TYPES.items() if whole not in TE
 
 def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a multimodal model's text model. The keys `vision_config` and `WHOLE` keep the rest, so that
-    `whole_config` can restore it. Other configs are returned unchanged. Files cannot set megarl's own keys, which
-    are removed."""
+    `whole_config` can restore it. Other configs are returned unchanged, except that megarl's own keys are removed: a
+    file must not set them."""
     hf_config = {key: value for key, value in hf_config.items() if key not in (WHOLE, WITH_TOWER)}
     whole = str(hf_config.get("model_type"))
     nested = hf_config.get(TEXT)

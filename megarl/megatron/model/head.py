@@ -145,7 +145,7 @@ class LogProbHead(ColumnParallelLinear):
         """Return log-prob and entropy, float32 [N, 2], and the divergence from each teacher, float32 [N, 1]."""
         targets = request.targets
         if len(request.scored_rows) == 1 and len(request.scored_rows[0].rows) == len(targets) > 0:
-            # Divergences over the vocabulary exclude candidate tokens.
+            # There are no candidate tokens: the config rejects them with a divergence between distributions.
             scored = self._divergence(hidden, weight, 0, request.scored_rows[0].states, targets)
             return scored[:, :2], [scored[:, 2:]]
         columns = []

@@ -282,7 +282,7 @@ def build_tower(shape: VisionShape, vision_config: Mapping[str, Any], config: Tr
     AttentionInterface.register(SEGMENTS, attend_in_segments)
     tower.config._attn_implementation = SEGMENTS
     if config.recompute_granularity == "full":
-        tower.main_input_name = "hidden_states"  # else transformers requires a gradient of token embeddings
+        tower.main_input_name = "hidden_states"  # by default, transformers looks for token embeddings
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     return tower
 
