@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.jsonl import read_objects
+from megarl.core.text import counted
 from megarl.report.evaluations import prompt_section, select_fields, spread_over_prompts, strip, time_of
 from megarl.report.images import IMAGE, embed_images
 from megarl.rewards.rollout_images import image_path
@@ -105,16 +106,12 @@ def _notes(sets: Sequence[CommonImages], differing: Sequence[str]) -> Iterator[s
     if differing:
         yield f"The images of a row start from different noise, because the runs differ in {', '.join(differing)}."
     parts = [f"set {item.name}" for item in sets if not (item.num_common or item.num_different)]
-    parts += [f"{_count(item.num_different, 'sample')} of {item.name}" for item in sets if item.num_different]
+    parts += [f"{counted(item.num_different, 'sample')} of {item.name}" for item in sets if item.num_different]
     if parts:
         yield f"Images that some runs lack for the same step and prompt are omitted: {', '.join(parts)}."
     if num_omitted := sum(item.num_omitted for item in sets):
         verb = "is" if num_omitted == 1 else "are"
-        yield f"{_count(num_omitted, 'image')} {verb} missing or omitted to limit the page's size."
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+        yield f"{counted(num_omitted, 'image')} {verb} missing or omitted to limit the page's size."
 
 
 def _set(item: CommonImages, names: Sequence[str], differing: Sequence[str]) -> str:

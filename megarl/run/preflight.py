@@ -37,6 +37,7 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError, prefix_lines
 from megarl.core.prompt import Prompt
+from megarl.core.text import counted
 from megarl.data.files import ALL_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
@@ -357,7 +358,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
             answer = "the answer of each function's first row"
         rows["rewards"] = f"{scores or 'none'} for {answer}"
     if checked.evaluation:
-        sizes = (f"{name} ({len(prompts):,} prompts)" for name, prompts in checked.evaluation.items())
+        sizes = (f"{name} ({counted(len(prompts), 'prompt')})" for name, prompts in checked.evaluation.items())
         rows["evaluation"] = ", ".join(sizes)
     if not device.on_cuda():
         needed = sum(host_parts(config, checked.models).values())
@@ -396,9 +397,8 @@ def _distinct_images(data: PromptSet | OfflineData) -> str:
     counts = by_digest.values()
     if not counts:
         return "0 distinct images"
-    images = "image" if len(counts) == 1 else "images"
-    tokens = f"{max(counts):,} {'token' if max(counts) == 1 else 'tokens'}"
-    return f"{len(counts):,} distinct {images} (on average {sum(counts) / len(counts):,.0f} and at most {tokens})"
+    tokens = f"on average {sum(counts) / len(counts):,.0f} and at most {counted(max(counts), 'token')}"
+    return f"{counted(len(counts), 'distinct image')} ({tokens})"
 
 
 def _images_row(config: Config, checked: Preflight) -> str:

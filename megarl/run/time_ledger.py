@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.files import is_plain, read_object
+from megarl.core.text import counted
 from megarl.run.attempts import Attempt, Attempts
 from megarl.run.folder import LAUNCH
 from megarl.run.time_causes import CAUSES, KEPT, LOST_WITH_STEP, Seconds, of_cause
@@ -107,7 +108,7 @@ class TimeLedger:
         total = sum(seconds.values())
         if total <= 0:
             return "goodput: unknown, because the run has no time records"
-        attempts, allocations = _count(self.num_attempts, "attempt"), _count(self.num_allocations, "allocation")
+        attempts, allocations = counted(self.num_attempts, "attempt"), counted(self.num_allocations, "allocation")
         first = f"goodput: steps whose results were kept took {100 * goodput(seconds):.1f} % of the allocated time"
         lines = [f"{first} ({total / 3600:,.2f} device-hours including queue time, {attempts}, {allocations})"]
         if self.predicted:
@@ -143,10 +144,6 @@ def add(parts: Iterable[Mapping[str, float]]) -> Seconds:
         for cause, value in seconds.items():
             total[cause] += value
     return dict(total)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def read_ledger(run: Path, now: float | None = None) -> TimeLedger:
