@@ -137,7 +137,12 @@ class Router:
 
 class Submission:
     """Groups that were submitted together, until each has its samples or is aborted. Alternate `place` and `collect`
-    until `is_done`. Groups of a lost or slow engine are placed again."""
+    until `is_done`. Groups of a lost or slow engine are placed again.
+
+    Consumes: the samples that engines return, in `collect`.
+    Waits for: nothing; its caller waits for the engines.
+    Unblocked by: `collect`, after which groups are complete, or are placed again on the remaining engines.
+    """
 
     def __init__(self, router: Router, groups: Sequence[Sequence[str]], abort: Abort):
         """Submit groups, each as the names of its rollouts. `abort` is a function that aborts them."""

@@ -32,6 +32,10 @@ class FinishedRollouts:
     newer ones that a resumed run has trained again with the same checksums. Updates on GPUs are not reproducible, so
     groups sampled from newer weights are recorded only if `reproduces`.
 
+    Consumes: files of groups, which the reward process writes.
+    Waits for: nothing; a group without a complete file is sampled again.
+    Unblocked by: `begin` with a new checkpoint, without which no files are written.
+
     Attributes:
         origin: JSON values that identify the data and the user's code, with the keys `data` and `code`.
         reproduces: whether a resumed run trains the same weights again.
