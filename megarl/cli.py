@@ -377,9 +377,9 @@ def diagnose(
 
     The three run one after another on this machine. The exit code is 1 if a layer differs.
     """
-    from megarl.run.diagnosis.diagnose import find_rollout, read_config
+    from megarl.run.diagnosis.diagnose import find_rollout, read_run_config
 
-    read_config(folder)
+    read_run_config(folder)
     find_rollout(folder, step, sample)
     from megarl.cluster.supervision.supervisor import supervised
 

@@ -1,7 +1,7 @@
 """Runs a function in a forked process that can be killed, because signals cannot interrupt all code.
 
-A fork shares the modules that are already imported, such as SymPy; a new `ChildProcess` would import them again for each
-comparison. The functions start no processes of their own.
+A fork shares the modules that are already imported, such as SymPy. A `ChildProcess` would import them again for each
+comparison. The functions do not start processes.
 """
 
 from __future__ import annotations
