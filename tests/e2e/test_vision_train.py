@@ -154,6 +154,7 @@ def screens(folder: Path, more: str = "", name: str = "Screens") -> list[str]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_environment_with_images_agrees_with_engines(tmp_path: Path) -> None:
     """Rollouts have images in the prompt and in observations, which also have thumbnails."""
     recipe = write_recipe(tmp_path)
