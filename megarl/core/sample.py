@@ -117,7 +117,7 @@ class Sample(HoldsArrays):
 
     @property
     def ref(self) -> SampleRef:
-        """The sample's names and counts."""
+        """A reference to the sample, without its tokens."""
         return SampleRef(
             id=self.id,
             prompt_id=self.prompt.id,
@@ -200,7 +200,8 @@ def prompt_checksum(token_ids: NDArray[np.int32]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """A reference to a sample, with its names, counts, rewards and weights. The driver never holds its tokens.
+    """A reference to a sample, with its ids, token counts, rewards and weight versions. The driver never holds its
+    tokens.
 
     For an image, denoising steps are counted as tokens, and the number of prompt tokens is 0.
 

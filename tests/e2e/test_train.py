@@ -369,7 +369,8 @@ def test_layouts_train(series, tmp_path, overrides, ranks):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
 def test_fp8_block_engines_receive_quantized_weights(series, tmp_path, placement):
-    """Engines read shared weights in place or receive sent ones: a byte per matrix element, four per block's scale."""
+    """Engines read the quantized weights from shared memory or receive them over the network, with one byte per matrix
+    element and four bytes per block scale."""
     model = write_tiny_llama(
         tmp_path / "model", hidden_size=256, num_heads=4, num_kv_heads=2, intermediate_size=384, tied=False
     )

@@ -91,20 +91,20 @@ class HostCopies:
         hidden.rename(path)
 
     def has(self, step: int) -> bool:
-        """Return whether there is a copy after `step`."""
+        """Return whether there is a copy of the state at the end of `step`."""
         return self._slot(step) is not None
 
     def read(self, step: int, specs: Mapping[str, Spec]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return the tensors and values of the copy after `step`."""
+        """Return the tensors and values of the state at the end of `step`."""
         record, memory = self.read_memory(step)
         return _tensors(memory, specs), json.loads(record)["values"]
 
     def discard_after(self, step: int) -> None:
-        """Discard copies after steps later than `step`."""
+        """Discard the copies of states at the end of steps later than `step`."""
         discard_after(self._folder, self._rank, step)
 
     def read_memory(self, step: int) -> tuple[str, torch.Tensor]:
-        """Return the record and the memory of the copy after `step`."""
+        """Return the record and the memory of the copy of the state at the end of `step`."""
         slot = self._slot(step)
         assert slot is not None, f"{self._folder}: no copy of {self._rank} after step {step}"
         record, tensors = (copy_file(self._folder, self._rank, slot, kind) for kind in ("json", "tensors"))

@@ -84,7 +84,7 @@ class VisionTower:
     images: ImageInput | None = None
 
     def __init__(self, model: GPTModel, tower: torch.nn.Module, num_added: int):
-        """`num_added` is the number of text layers after which features are added."""
+        """DeepStack features are added to the outputs of the first `num_added` text layers."""
         assert num_added <= len(model.decoder.layers), "deepstack layers are split across chunks"
         self._tower, self._config = tower, model.config
         self._added: torch.Tensor | None = None

@@ -18,7 +18,7 @@ from megarl.resharding.families.vllm import VOCABULARY_MULTIPLE, vllm_holder
 from megarl.resharding.piece import num_bytes
 
 TOKEN_MAP = "d2t"
-"""Tensor [draft vocabulary] with the difference between each drafted token's id and its index."""
+"""Tensor [draft vocabulary] of offsets d: token i of the draft's vocabulary has the id i + d[i] in the policy's."""
 
 
 def eagle_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -95,6 +95,6 @@ def _check_token_map(folder: Path, size: int, vocab: int) -> None:
     ids = np.arange(size) + differences
     if ids.min() < 0 or ids.max() >= vocab:
         raise UserError(
-            f"{folder}: {TOKEN_MAP} maps drafted tokens to ids from {ids.min()} to {ids.max()}, but the vocabulary of "
+            f"{folder}: {TOKEN_MAP} maps its vocabulary to ids from {ids.min()} to {ids.max()}, but the vocabulary of "
             f"model.path has {vocab} tokens. {fix}"
         )
