@@ -287,8 +287,8 @@ def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[
             file = pyarrow.parquet.ParquetFile(stream)
         except damage as error:
             raise UserError(
-                f"{path}: not a Parquet file ({_one_line(error)}). Fix: write the file again, or rename it to .jsonl if "
-                "it contains JSON lines"
+                f"{path}: not a Parquet file ({_one_line(error)}). Fix: write the file again, or rename it to .jsonl "
+                "if it contains JSON lines"
             ) from error
         _require_columns(_inner_names(file.schema_arrow), columns, f"{path}:1")
         available = file.schema_arrow.names

@@ -32,7 +32,7 @@ def in_child(function: Callable[[], float], timeout_s: float) -> float:
         if result:
             return float(result)
         if not was_killed:
-            raise TimeoutError("the comparison failed, or took too long")
+            raise TimeoutError("the comparison failed or ran out of time")
     raise ProcessLost(f"the comparison's process was killed in each of {RESTARTS + 1} attempts")
 
 

@@ -121,8 +121,8 @@ if importlib.util.find_spec("transformer_engine") is None:
 
 
 class ExpertOutput(RowParallelLinear):
-    """The second layer of an expert with biases. Megatron adds the bias to the output in place, which autograd rejects
-    for the view that a reduction over a single rank returns."""
+    """The second layer of an expert with biases. It clones the output, because Megatron adds the bias in place, which
+    autograd rejects for the view that a reduction over a single rank returns."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output, bias = super().forward(input_)
