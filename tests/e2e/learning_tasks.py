@@ -233,7 +233,9 @@ def trained_teacher(good: tuple[int, ...], updates: int = 60, batch: int = 16) -
     Each update has new random answers, so the optimum is the uniform distribution over `good` for every token.
     """
     with TemporaryDirectory() as folder:
-        model = AutoModelForCausalLM.from_pretrained(write_tiny_llama(Path(folder), hidden_size=128, tied=False, seed=1))
+        model = AutoModelForCausalLM.from_pretrained(
+            write_tiny_llama(Path(folder), hidden_size=128, tied=False, seed=1)
+        )
     texts = (f"<|user|>{row.prompt}<eos><|assistant|>" for row in arithmetic_rows(seed=1, size=256))
     prompts = torch.cat([token_ids([(text, False)])[0] for text in texts])
     choices, generator = torch.tensor(good), torch.Generator().manual_seed(0)

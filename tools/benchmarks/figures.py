@@ -140,6 +140,19 @@ def learned_ratios(found: Mapping[str, Any], option: str, rate: float) -> list[f
     return [own / exact for own, exact in pairs]
 
 
+def samples_to_reach(curve: Mapping[str, Sequence[float]], reward: float) -> float | None:
+    """Return the number of samples up to the first step with this reward."""
+    reached = (count for count, mean in zip(curve["samples"], curve["reward"], strict=True) if mean >= reward)
+    return next(reached, None)
+
+
+def samples_to_stay_within(curve: Mapping[str, Sequence[float]], part: str, limit: float) -> float | None:
+    """Return the number of samples up to the step from which on a part stays within a limit."""
+    above = [step for step, value in enumerate(curve[part]) if value > limit]
+    first = above[-1] + 1 if above else 0
+    return curve["samples"][first] if first < len(curve["samples"]) else None
+
+
 def power(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
