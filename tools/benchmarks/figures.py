@@ -32,7 +32,7 @@ RESULTS = FOLDER / "results"
 WIDTH = 120
 PAGES: dict[str, tuple[str, ...]] = {
     "README.md": ("headlines",),
-    "configs/README.md": ("learning", "image_learning", "published", "recipes"),
+    "configs/README.md": ("learning", "learning_curves", "image_learning", "published", "recipes"),
     "tools/benchmarks/README.md": ("figures", "gpu"),
 }
 """Page -> its blocks, each with a template."""
@@ -153,6 +153,12 @@ def samples_to_stay_within(curve: Mapping[str, Sequence[float]], part: str, limi
     return curve["samples"][first] if first < len(curve["samples"]) else None
 
 
+def measured(curve: Mapping[str, Sequence[float]], part: str, samples: int, digits: str = ".2f") -> str:
+    """Return a table's cell with the value after a number of samples, empty if no step ended there."""
+    value = dict(zip(curve["samples"], curve[part], strict=True)).get(samples)
+    return "" if value is None else f"{value:{digits}} "
+
+
 def power(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
@@ -178,6 +184,7 @@ ENVIRONMENT.globals |= dict(
     **dict(result=lambda name: result(name), machine_of=machine_of, moved=moved, proven=proven, meanwhile=meanwhile),
     **dict(by_size=by_size, actor_seconds=actor_seconds, power=power),
     **dict(learned=learned, learned_ratios=learned_ratios, sizes=sizes, mean=mean),
+    **dict(samples_to_reach=samples_to_reach, samples_to_stay_within=samples_to_stay_within, measured=measured),
     **dict(GOODPUT_GPUS=GPUS, GOODPUT_TARGET=TARGET, CAUSES=CAUSES),
     **dict(median=median, FACTOR=FACTOR, QUIET_PERCENT=QUIET_PERCENT, PLANNED=PLANNED),
 )
