@@ -53,6 +53,16 @@ def change(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def test_samples_to_reach_and_to_stay_within():
+    curve = {"samples": [8, 16, 24, 32], "reward": [0.1, 0.9, 0.8, 1.0], "kl": [2.0, 0.01, 0.03, 0.02]}
+    assert figures.samples_to_reach(curve, 0.9) == 16
+    assert figures.samples_to_reach(curve, 1.1) is None
+    assert figures.samples_to_stay_within(curve, "kl", 0.02) == 32
+    assert figures.samples_to_stay_within(curve, "kl", 2.0) == 8
+    assert figures.samples_to_stay_within(curve, "kl", 0.01) is None
+    assert [figures.measured(curve, "kl", samples) for samples in (8, 12)] == ["2.00 ", ""]
+
+
 def test_recorded_runs_replace_earlier_ones_in_order(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
