@@ -70,9 +70,10 @@ def test_trained_teacher_answers_with_its_tokens():
     good = [tiny_tokenizer().get_vocab()[digit] for digit in EVEN]
     asked = tiny_tokenizer().encode("<|user|>What is 2+9? Answer with just the number.<eos><|assistant|>")
     said = torch.tensor(good)[torch.randint(5, (16, 7), generator=torch.Generator().manual_seed(1))]
+    ids = torch.cat((torch.tensor([asked]).expand(16, -1), said), 1)
+    teacher = trained_teacher(tuple(good))
     with torch.no_grad():
-        ids = torch.cat((torch.tensor([asked]).expand(16, -1), said), 1)
-        probabilities = trained_teacher(tuple(good))(ids).logits[:, -8:].softmax(-1)[..., good]
+        probabilities = teacher(ids).logits[:, -8:].softmax(-1)[..., good]
     assert (probabilities.sum(-1) > 0.98).all()
     assert (probabilities > 0.1).all()
 
