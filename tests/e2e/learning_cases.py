@@ -32,6 +32,7 @@ from tests.e2e.scene_reader import Scenes
 from tests.e2e.tiny_families import GATED_DELTA, GPT_OSS_YARN
 
 ON_POLICY = ("batch.prompts_per_update=8",)
+FOUR_PROMPTS = ("batch.prompts_per_step=4", "batch.prompts_per_update=4")
 TWO_UPDATES = ("batch.prompts_per_update=4",)  # with one update per step, the ratio would stay 1
 ONE_SAMPLE = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=1")
 ALL_ROWS = ("batch.prompts_per_step=40", "batch.prompts_per_update=40")  # each update sees the whole offline data set
@@ -122,8 +123,6 @@ def given(keys: str, task: Task, *overrides: str, **fields) -> Case:
     return Case((f"algorithm.objective={{{keys}}}", *ALL_ROWS, ANNEALED, *overrides), 40, task, **fields)
 
 
-DISTILLED = "distillation, reverse KL, one sample per prompt"
-"""The case whose divergence is compared with GRPO's reward by the number of samples."""
 CASES: dict[str, Case] = {
     "policy gradient": estimator("policy_gradient"),
     "REINFORCE, moving average": estimator("reinforce"),
@@ -135,6 +134,10 @@ CASES: dict[str, Case] = {
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
     "GRPO": estimator("grpo", has_control=True),
     "GRPO, two samples per prompt": estimator("grpo", "batch.samples_per_prompt=2"),
+    "GRPO, two samples of four prompts": estimator(
+        *("grpo", "batch.samples_per_prompt=2", *FOUR_PROMPTS),
+        learned=0.0,  # with other seeds, so few samples may teach nothing
+    ),
     "GRPO, Qwen3.5": estimator("grpo", family=("qwen3_5_text", GATED_DELTA | COMMON_SIZES)),
     "GRPO, gpt-oss": estimator("grpo", family=("gpt_oss", COMMON_SIZES | GPT_OSS)),
     "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1, APART)),
@@ -197,9 +200,18 @@ CASES: dict[str, Case] = {
     "distillation, sampled tokens": estimator(
         "policy_gradient", task=TaughtDigits(), has_control=True, bounds={DIVERGENCE: {"first": (DISTANT, math.inf)}}
     ),
-    "distillation, reverse KL": distillation("reverse_kl", task=TaughtDigits(), bounds=KL),
-    DISTILLED: distillation("reverse_kl", "batch.samples_per_prompt=1", task=TaughtDigits(), bounds=KL),
+    # With the reverse KL, the policy first writes few of the even digits, and then more and more of them.
+    "distillation, reverse KL": distillation("reverse_kl", steps=30, task=TaughtDigits(), bounds=KL),
+    "distillation, reverse KL, one sample per prompt": distillation(
+        "reverse_kl", "batch.samples_per_prompt=1", steps=30, task=TaughtDigits(), bounds=KL
+    ),
     "distillation, forward KL": distillation("forward_kl", task=TaughtDigits(), bounds=KL),
+    "distillation, forward KL, one sample per prompt": distillation(
+        "forward_kl", "batch.samples_per_prompt=1", task=TaughtDigits(), bounds=KL
+    ),
+    "distillation, forward KL, one sample of four prompts": distillation(
+        "forward_kl", "batch.samples_per_prompt=1", *FOUR_PROMPTS, task=TaughtDigits(), bounds=KL
+    ),
     "distillation, JSD": distillation("jsd", task=TaughtDigits()),
     "distillation, two teachers": distillation("reverse_kl", task=TwoTeachers(), has_control=True),
     "self-distillation": estimator(
@@ -296,7 +308,13 @@ CASES: dict[str, Case] = {
     ),
 }
 
-REWARDED = ("GRPO", "GRPO, two samples per prompt")
-"""The cases of GRPO that distillation is compared with."""
-CURVES = (*REWARDED, *(name for name, case in CASES.items() if isinstance(case.task, TaughtDigits)))
+COMPARED = {
+    "distillation, forward KL, one sample per prompt": ("GRPO", "GRPO, two samples per prompt"),
+    "distillation, forward KL, one sample of four prompts": ("GRPO, two samples of four prompts",),
+}
+"""Distillation -> GRPO with as many prompts per step, compared by the number of samples."""
+CURVES = (
+    *(name for names in COMPARED.values() for name in names),
+    *(name for name, case in CASES.items() if isinstance(case.task, TaughtDigits)),
+)
 """Cases whose measurements of each step are recorded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.e2e.learning_cases import CASES, CLOSE, CURVES, DISTILLED, REWARDED, Case
+from tests.e2e.learning_cases import CASES, CLOSE, COMPARED, CURVES, Case
 from tests.e2e.learning_tasks import DIVERGENCE, sampled_rows
 from tests.e2e.series import Series
 from tests.e2e.test_train import write_recipe
@@ -81,7 +82,7 @@ def needed(test: pytest.Item) -> tuple[str, ...]:
         case "test_it_learns":
             return (test.callspec.params["name"],)
         case "test_distillation_needs_fewer_samples_than_grpo":
-            return (*REWARDED, DISTILLED)
+            return (test.callspec.params["name"], *COMPARED[test.callspec.params["name"]])
     return ()
 
 
@@ -148,11 +149,12 @@ def test_it_learns(runs, model, table, name):
     table[name] = row
 
 
-def test_distillation_needs_fewer_samples_than_grpo(runs, model):
+@pytest.mark.parametrize("name", COMPARED)
+def test_distillation_needs_fewer_samples_than_grpo(runs, model, name):
     """Samples until the divergence from the teacher stays small, and until GRPO's reward first reaches 0.9."""
-    curves = {name: curve(model, CASES[name], runs[name].learning) for name in (*REWARDED, DISTILLED)}
-    rewarded = {name: figures.samples_to_reach(curves[name], LEARNED) for name in REWARDED}
-    distilled = figures.samples_to_stay_within(curves[DISTILLED], DIVERGENCE, CLOSE)
-    print(rewarded, distilled)
-    assert None not in (distilled, *rewarded.values())
+    curves = {case: curve(model, CASES[case], runs[case].learning) for case in (name, *COMPARED[name])}
+    rewarded = {case: figures.samples_to_reach(curves[case], LEARNED) or math.inf for case in COMPARED[name]}
+    distilled = figures.samples_to_stay_within(curves[name], DIVERGENCE, CLOSE)
+    print(name, distilled, rewarded)
+    assert distilled is not None
     assert distilled < min(rewarded.values())
