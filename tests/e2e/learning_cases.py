@@ -200,7 +200,7 @@ CASES: dict[str, Case] = {
     "distillation, sampled tokens": estimator(
         "policy_gradient", task=TaughtDigits(), has_control=True, bounds={DIVERGENCE: {"first": (DISTANT, math.inf)}}
     ),
-    # With the reverse KL, the policy first writes few of the even digits, and then more and more of them.
+    # The reverse KL is mode-seeking: the policy first writes only some of the even digits, so it needs more steps.
     "distillation, reverse KL": distillation("reverse_kl", steps=30, task=TaughtDigits(), bounds=KL),
     "distillation, reverse KL, one sample per prompt": distillation(
         "reverse_kl", "batch.samples_per_prompt=1", steps=30, task=TaughtDigits(), bounds=KL
