@@ -102,6 +102,7 @@ def shares(model: Path, case: Case, run: tuple[Path, Future[None]]) -> list[floa
 
 
 def parts(case: Case, run: Runs) -> dict[str, dict[str, float]]:
+    """Return the first and the last value of each part, with those of the control if there is one."""
     found: dict[str, dict[str, float]] = {}
     for prefix, side in (("", run.learning), ("control_", run.control)):
         for name, series in (case.task.parts(side[0] / "runs" / "tiny") if side else {}).items():
