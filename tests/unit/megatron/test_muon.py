@@ -68,7 +68,7 @@ class WholeMatrix:
     """An OwnedRange of a whole matrix, without an optimizer."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
-        self.main, self.shape = matrix.flatten(), matrix.shape
+        self.main, self.shape = matrix.flatten().clone(), matrix.shape
         self.param_group, self.optimizer_state = {"lr": LR, "weight_decay": DECAY}, {}
 
     def view(self, values: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
@@ -92,7 +92,7 @@ def updated(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     ]
     for gradients in GRADIENTS:
         for name, matrix in owned.items():
-            matrix.main.grad = gradients[name].flatten()
+            matrix.main.grad = gradients[name].flatten().clone()
         _update(list(owned.values()), rounds, MOMENTUM, dtype)
     return {name: matrix.main.view(matrix.shape) for name, matrix in owned.items()}
 
