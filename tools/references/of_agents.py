@@ -4,8 +4,8 @@ Only the named functions of a file run, so that the packages that the file impor
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import subprocess
 from collections import defaultdict

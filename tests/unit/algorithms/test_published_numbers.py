@@ -213,8 +213,8 @@ def test_kl_reward_matches_verl():
 def test_adaptive_kl_coefficient_matches_verl():
     """Four steps of 256 samples with a target of 0.1."""
     coefficients = [0.3]
-    for divergence in (0.05, 0.3, 0.105, 0.1):
-        coefficients.append(kl.adapted(coefficients[-1], divergence, target=0.1, num_samples=256, horizon=1000))
+    for measured in (0.05, 0.3, 0.105, 0.1):
+        coefficients.append(kl.adapted(coefficients[-1], measured, target=0.1, num_samples=256, horizon=1000))
     assert_equal(torch.tensor(coefficients[1:], dtype=torch.float64), published("verl", "kl/adaptive"))
 
 
