@@ -4,7 +4,6 @@ Only the named functions of a file run, so that the packages that the file impor
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import subprocess
@@ -45,9 +44,8 @@ def functions(clones: Path, repository: str, path: str, names: set[str], **globa
     module = ast.parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     module.body = [node for node in module.body if getattr(node, "name", None) in names]
     assert len(module.body) == len(names), f"{path} does not define all of {names}"
-    # Annotations name classes that are not imported.
-    flags = __future__.annotations.compiler_flag
-    exec(compile(module, path, "exec", flags=flags, dont_inherit=True), globals)
+    # The code inherits this file's import from __future__, without which annotations would need more names.
+    exec(compile(module, path, "exec"), globals)
     return {name: globals[name] for name in names}
 
 
