@@ -174,6 +174,7 @@ def update_once(store, rank: int, config: Config, folder: Path) -> tuple[RankRes
     start = whole_main_weights(worker)
     batch, gradients = own_batch(config, worker, UPDATES[0], None), capture_gradients(worker)
     worker.update(batch)
+    worker.end_step()
     end, weights = whole_main_weights(worker), {name: p.float() for name, p in worker.parameters().items()}
     return (
         RankResult(worker.holder, {}, start, {}),
@@ -184,8 +185,7 @@ def update_once(store, rank: int, config: Config, folder: Path) -> tuple[RankRes
 
 @pytest.mark.parametrize("layout", exhaustive_but(["DP2", "PP2, TP2"], "DP2"))
 def test_bfloat16_updates_move_the_main_weights_in_their_cells(bfloat16, layout):
-    """Two implementations of the iteration in bfloat16 differ from the exact result by random roundings of the same
-    size, so their norms over a matrix are nearly equal. The limit is twice that of torch's."""
+    """The limit is twice the largest error of torch's iterations in bfloat16. Both are random, of the same size."""
     config = muon_config(bfloat16, DENSE[layout], "model.dtype=bfloat16")
     ranks = run_ranks(config.actor.layout.world_size, update_once, config, bfloat16)
     before, after, parameters = zip(*ranks, strict=True)
@@ -197,17 +197,19 @@ def test_bfloat16_updates_move_the_main_weights_in_their_cells(bfloat16, layout)
         if ".layers." in name and stored.dim() > 1:
             move = end[name].double() - (1 - LR * DECAY) * start[name].double()
             exact, in_bfloat16 = first_update(gradients[name])
-            limit = 2 * (in_bfloat16 - exact).norm()
+            limit = 2 * max((update - exact).norm() for update in in_bfloat16)
             assert (move - exact).norm() <= limit, name
             assert (start[name] - stored).norm() > limit, f"{name}: an update of the stored weights would pass"
 
 
-def first_update(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Muon's first update without the weight decay, exactly and with torch's iterations in bfloat16, both
-    float64. Momentum multiplies the gradient by a factor, which the orthogonalization removes."""
+def first_update(gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return Muon's first update without the weight decay, exactly and with torch's iterations in bfloat16, all
+    float64. Momentum multiplies the gradient by a factor, which the orthogonalization removes. Different factors give
+    different roundings."""
     scale = -LR * 0.2 * max(gradient.shape) ** 0.5
-    in_bfloat16 = _zeropower_via_newtonschulz(gradient, (3.4445, -4.7750, 2.0315), 5, 1e-7)
-    return scale * newton_schulz(gradient.double()), scale * in_bfloat16.double()
+    factors = [1 + i / 8 for i in range(8)]
+    in_bfloat16 = [_zeropower_via_newtonschulz(f * gradient, (3.4445, -4.7750, 2.0315), 5, 1e-7) for f in factors]
+    return scale * newton_schulz(gradient.double()), [scale * update.double() for update in in_bfloat16]
 
 
 CHECKPOINTS = {"float32": ("dense", "float32"), "rounded": ("dense", "bfloat16"), "dithered": ("bfloat16", "bfloat16")}
