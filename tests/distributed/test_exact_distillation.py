@@ -53,15 +53,17 @@ LAYOUTS = {
 EXPERT_LAYOUTS = {"EP2": "{dp: 2, ep: 2}"}
 GROUPS = [[(sample, 0.0) for sample, _ in group] for group in random_groups(0)]
 SAMPLES = [sample for group in GROUPS for sample, _ in group]
-COEFFICIENT, VOCAB = 0.7, 128
+COEFFICIENT, VOCAB = 0.7, 300
+"""With TP3, Megatron pads the vocabulary to 384 rows, so that each rank has tokens, and one of them also padding."""
 MIXED = {"idle": 2.0, "large": 1.0, "small": 0.5}
 """Teacher -> weight. No sample belongs to the idle teacher's sources."""
 SCORED_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
 """Ids of the samples that the small teacher scores. The large teacher scores all samples."""
 
 TOP_K = 5
-IMPOSSIBLE = -1e4
-"""Log-prob of a token that the student's vocabulary lacks."""
+IMPOSSIBLE = -80.0
+"""Log-prob of a token that the student's vocabulary lacks. Its probability is negligible, but not 0, so that the
+logarithm of the mixture is finite."""
 
 States = dict[str, dict[str, torch.Tensor]]
 """Teacher -> sample id -> final hidden state for each response token, [R, h], or most probable tokens."""
@@ -70,16 +72,17 @@ States = dict[str, dict[str, torch.Tensor]]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """Students, dense and with experts, a teacher of the same size, and a larger teacher with more embedding rows."""
-    sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96)
+    sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96, vocab_size=VOCAB)
     larger = dict(num_heads=6, num_kv_heads=3, hidden_size=192, intermediate_size=144, num_layers=4)
     kinds = {
         "tied": sizes | {"seed": 0},
         "untied": sizes | {"seed": 0, "tied": False},
         "small": sizes | {"seed": 1},
-        "large": larger | {"seed": 2, "tied": False, "vocab_size": 300},
+        "large": larger | {"seed": 2, "tied": False, "vocab_size": VOCAB + 172},
     }
     folders = {name: write_tiny_llama(tmp_path_factory.mktemp(name), **keys) for name, keys in kinds.items()}
-    return folders | {"idle": folders["small"], "experts": write_tiny_experts(tmp_path_factory.mktemp("experts"))}
+    experts = write_tiny_experts(tmp_path_factory.mktemp("experts"), vocab_size=VOCAB)
+    return folders | {"idle": folders["small"], "experts": experts}
 
 
 def recipe(folders: dict[str, Path], student: str, weights: Mapping[str, float], *overrides: str) -> Config:
