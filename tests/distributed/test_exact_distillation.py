@@ -51,7 +51,11 @@ LAYOUTS = {
     "PP2, TP3": "{pp: 2, tp: 3}",
 }
 EXPERT_LAYOUTS = {"EP2": "{dp: 2, ep: 2}"}
-GROUPS = [[(sample, 0.0) for sample, _ in group] for group in random_groups(0)]
+GROUPS = [
+    [(replace(sample, response_ids=tuple(3 * i for i in sample.response_ids)), 0.0) for sample, _ in group]
+    for group in random_groups(0)
+]
+"""Groups without rewards. Their tokens are below 100, or in responses below 300."""
 SAMPLES = [sample for group in GROUPS for sample, _ in group]
 COEFFICIENT, VOCAB = 0.7, 300
 """With TP3, Megatron pads the vocabulary to 384 rows, so that each rank has tokens, and one of them also padding."""
