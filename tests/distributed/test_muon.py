@@ -110,7 +110,7 @@ def dense(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory) -> Path:
-    """The same model in bfloat16, which leaves the main weights' positions in their rounding cells open."""
+    """The same model, stored in bfloat16. Its main weights start at random positions in their rounding cells."""
     return rounded(tmp_path_factory.mktemp("bfloat16"), torch.bfloat16, tied=False, **SIZES)
 
 
@@ -185,7 +185,7 @@ def update_once(store, rank: int, config: Config, folder: Path) -> tuple[RankRes
 
 @pytest.mark.parametrize("layout", exhaustive_but(["DP2", "PP2, TP2"], "DP2"))
 def test_bfloat16_updates_move_the_main_weights_in_their_cells(bfloat16, layout):
-    """The limit is twice the largest error of torch's iterations in bfloat16. Both are random, of the same size."""
+    """The limit is twice the largest error of torch's iterations in bfloat16, which round as often as ours."""
     config = muon_config(bfloat16, DENSE[layout], "model.dtype=bfloat16")
     ranks = run_ranks(config.actor.layout.world_size, update_once, config, bfloat16)
     before, after, parameters = zip(*ranks, strict=True)
