@@ -139,11 +139,12 @@ def test_function_that_ends_its_process_fails_alone(pool, file, code, failure):
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
-def test_killed_or_suspended_call_is_repeated(pool, file, number, tmp_path):
+def test_killed_or_suspended_call_is_repeated(file, number, tmp_path):
     """The first process is killed during the call, as the kernel does when memory runs out, or is suspended until it
     exceeds the time limit."""
     first = f"not os.path.exists('{tmp_path}/1') and not open('{tmp_path}/1', 'w').close()"
-    assert act(pool, file, f"os.kill(os.getpid(), signal.{number}) if {first} else 7") == Result(7.0, "7.0")
+    with closing(FunctionPool([f"{file}:act"], None, 1, LIMIT_S if number == "SIGSTOP" else WAIT_S)) as pool:
+        assert act(pool, file, f"os.kill(os.getpid(), signal.{number}) if {first} else 7") == Result(7.0, "7.0")
 
 
 def test_repeatedly_killed_call_names_the_signal(pool, file, tmp_path):
