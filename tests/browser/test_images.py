@@ -161,7 +161,7 @@ def test_comparison_has_a_column_per_run(compared: str, tmp_path: Path) -> None:
         ] == [1, 1]
         assert tab.eval("document.querySelectorAll('#common-images .prompt pre').length") == 1
         note = tab.eval("document.querySelector('#common-images .note').textContent")
-        assert note.endswith("are left out: 2 samples of digits.")
+        assert note.endswith("are omitted: 2 samples of digits.")
         assert tab.eval("getComputedStyle(document.querySelector('#common-images img')).imageRendering") == "pixelated"
         assert tab.problems == []
 
