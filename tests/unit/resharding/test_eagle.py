@@ -52,8 +52,8 @@ def test_complete_drafts_are_accepted(options: dict[str, Any], policy: Path, tmp
         ({"d2t": None}, "has no tensor d2t"),
         ({"d2t": torch.zeros(128, dtype=torch.int64)}, r"d2t has shape \(128,\) and dtype int64, .* requires 96 int"),
         ({"d2t": torch.zeros(96)}, "d2t has shape .* and dtype float32"),
-        ({"d2t": torch.full((96,), 33)}, "maps drafted tokens to ids from 33 to 128, but the vocabulary .* 128 tokens"),
-        ({"d2t": torch.full((96,), -1)}, "maps drafted tokens to ids from -1 to 94"),
+        ({"d2t": torch.full((96,), 33)}, "maps its vocabulary to ids from 33 to 128, but the vocabulary .* 128 tokens"),
+        ({"d2t": torch.full((96,), -1)}, "maps its vocabulary to ids from -1 to 94"),
     ],
 )
 def test_incomplete_drafts_are_refused(changed, message: str, policy: Path, tmp_path: Path) -> None:
