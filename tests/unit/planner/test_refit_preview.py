@@ -76,7 +76,7 @@ def test_transport_description_follows_the_placement(model: Path) -> None:
         "cluster.placement=colocated, rollout.transport=auto: read in place, by CUDA IPC or in shared memory"
     )
     assert transport_of(colocated, preview_refit(colocated, 2, SPEEDS)).endswith(
-        "in shared memory; sent between nodes over NCCL or gloo if an engine's node does not have them"
+        "in shared memory; sent between nodes over NCCL or gloo if an engine's node does not hold them"
     )
     assert transport_of(apart, preview_refit(apart, 8, SPEEDS)).endswith("auto: sent over NCCL or gloo")
 
