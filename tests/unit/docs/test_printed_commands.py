@@ -37,7 +37,7 @@ MENTIONS = (
     "megarl launch",
     "megarl plan",
     "megarl join only on the other nodes",
-    "megarl join on this node",
+    "megarl join received a signal on this node",
 )
 """Statements about a command, and command names in the help."""
 

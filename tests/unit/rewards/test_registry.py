@@ -62,9 +62,8 @@ def test_function_for_the_other_kind_of_response_is_refused(entry, engine, messa
         require_response_kind(functions, engine)
 
 
-@pytest.mark.parametrize("page", ["docs/guide/rewards.md", "configs/base.yaml"])
-def test_pages_mention_every_function(page):
-    content = (ROOT / page).read_text(encoding="utf-8")
+def test_guide_mentions_every_function():
+    content = (ROOT / "docs/guide/rewards.md").read_text(encoding="utf-8")
     assert [name for name in FUNCTIONS if name not in content] == []
 
 

@@ -142,7 +142,7 @@ def test_full_disk_drops_images_with_one_warning(
     free[0] = 2 * RESERVED_BYTES
     assert len(write_images(tmp_path / "step_000003.jsonl", step(1))) == 2
     warning, note = capfd.readouterr().err.splitlines()
-    assert "continues without the images" in warning and "after 4 dropped images" in note
+    assert "continues without the images" in warning and "4 images were dropped" in note
 
 
 def test_failed_write_keeps_the_lines(
