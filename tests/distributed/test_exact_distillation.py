@@ -93,9 +93,9 @@ def hidden_states(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
     return model.model(torch.tensor(sample.token_ids[None]).long()).last_hidden_state[0, first - 1 : -1]
 
 
-def log_probs(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of the student's tokens at the sampling temperature, [R, V]."""
-    return (model.lm_head(hidden)[:, :VOCAB] / TEMPERATURE).log_softmax(-1)
+def log_probs(model: torch.nn.Module, hidden: torch.Tensor, temperature: float = TEMPERATURE) -> torch.Tensor:
+    """Return the log-probs of the student's tokens, [R, V]."""
+    return (model.lm_head(hidden)[:, :VOCAB] / temperature).log_softmax(-1)
 
 
 def teacher_states(
@@ -153,14 +153,22 @@ def plain_divergence(kind: str, beta: float, log_p: torch.Tensor, log_q: torch.T
 
 
 class Distilled(NamedTuple):
-    """The gradients of an update, and the mean divergence from each teacher over the tokens that it scores."""
+    """The loss of an update, its gradients, and the mean divergence from each teacher over the tokens that it
+    scores."""
 
+    loss: float
     gradients: dict[str, torch.Tensor]
     means: dict[str, float]
 
 
 def plain_update(
-    folders: dict[str, Path], student: str, weights: Mapping[str, float], kind: str, beta: float, top_k: int | None
+    folders: dict[str, Path],
+    student: str,
+    weights: Mapping[str, float],
+    kind: str,
+    beta: float,
+    top_k: int | None,
+    temperature: float = TEMPERATURE,
 ):
     """Return the expected result. The loss averages c·Σ_k w_k·D_k over the trained tokens of each sample, then over
     samples."""
@@ -171,23 +179,26 @@ def plain_update(
         losses, values = [], {name: [] for name in weights}
         for sample in SAMPLES:
             mask = torch.tensor(sample.response_mask)
-            log_p = log_probs(model, hidden_states(model, sample))
+            log_p = log_probs(model, hidden_states(model, sample), temperature)
             loss = log_p.sum() * 0
             for name, teacher in teachers.items():
                 if is_scored(name, sample, len(weights)) and mask.any():
                     with torch.no_grad():
                         hidden = hidden_states(teacher, sample)
-                        exact = log_p, log_probs(teacher, hidden)
-                        log_q = (teacher.lm_head(hidden) / TEMPERATURE).log_softmax(-1)
+                        exact = log_p, log_probs(teacher, hidden, temperature)
+                        log_q = (teacher.lm_head(hidden) / temperature).log_softmax(-1)
                     distributions = exact if top_k is None else over_top(log_p, log_q)
                     divergence = plain_divergence(kind, beta, *distributions)[mask]
                     values[name] += divergence.tolist()
                     loss = loss + COEFFICIENT * weights[name] * divergence.mean()
             losses.append(loss)
-        torch.stack(losses).mean().backward()
+        total = torch.stack(losses).mean()
+        total.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         assert torch.stack([gradient.norm() for gradient in gradients.values()]).norm() > 0.01
-        return Distilled(gradients, {name: sum(found) / len(found) for name, found in values.items() if found})
+        return Distilled(
+            total.item(), gradients, {name: sum(found) / len(found) for name, found in values.items() if found}
+        )
 
     return expected(compute)
 
@@ -202,21 +213,24 @@ def distill(store, rank: int, config: Config, folder: Path, states: States) -> R
     return RankResult(worker.holder, gradients, {}, metrics)
 
 
-def assert_distills(folders, student, weights, layout, kind, beta=0.5, top_k=None):
-    keys = (f"algorithm.distillation.divergence={kind}", f"algorithm.distillation.beta={beta}")
+def assert_distills(
+    folders, student, weights, layout, kind, beta=0.5, top_k=None, overrides=(), temperature=TEMPERATURE
+):
+    keys = (f"algorithm.distillation.divergence={kind}", f"algorithm.distillation.beta={beta}", *overrides)
     keys += () if top_k is None else (f"algorithm.distillation.top_k={top_k}",)
     config = recipe(folders, student, weights, f"actor.layout={LAYOUTS[layout]}", *keys)
     exact_states, _ = teacher_states(folders, weights, top_k)
     states = {name: {i: x.float() for i, x in found.items()} for name, found in exact_states.items()}
     ranks = run_ranks(config.actor.layout.world_size, distill, config, folders[student], states)
-    exact, plain = plain_update(folders, student, weights, kind, beta, top_k)
+    exact, plain = plain_update(folders, student, weights, kind, beta, top_k, temperature)
     assert_close(canonical(folders[student], ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
     metrics = merge([rank.metrics for rank in ranks if rank.metrics])
     names = {f"kl/teacher_{name}": name for name in exact.means}
     assert {name for name in metrics if name.startswith("kl/")} == names.keys()
     for metric, name in names.items():
         assert metrics[metric].value == close_to(exact.means[name], plain.means[name]), metric
-    assert metrics["policy/loss"].value > 0
+    loss = sum(rank.metrics["policy/loss"].value for rank in ranks if rank.metrics)
+    assert loss == close_to(exact.loss, plain.loss)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +263,15 @@ def test_divergence_from_several_teachers_matches_full_logits(folders, student, 
 def test_divergence_from_one_teacher_is_the_plain_one(folders, student, layout, kind):
     """A single call computes log-probs, entropies and the divergence."""
     assert_distills(folders, student, {"large": 1.0}, layout, kind)
+
+
+def test_fine_tuning_without_nll_trains_on_the_divergence_alone(folders):
+    overrides = (
+        *("algorithm.objective={name: sft, nll_coefficient: 0}", "algorithm.advantage.estimator=grpo"),
+        *("data={source: rows.jsonl, format: messages}", "rollout.temperature=1.0"),
+    )
+    weights = {"large": 1.0}
+    assert_distills(folders, "tied", weights, "1 process", "jsd", overrides=overrides, temperature=1.0)
 
 
 SOURCE = random.Random(7)
@@ -311,10 +334,11 @@ def plain_update_from_itself(folder: Path, kind: str) -> Expected[Distilled]:
                     values[name] += divergence.tolist()
                     loss = loss + COEFFICIENT * SELF_WEIGHTS[name] * divergence.mean()
             losses.append(loss)
-        torch.stack(losses).mean().backward()
+        total = torch.stack(losses).mean()
+        total.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         assert torch.stack([gradient.norm() for gradient in gradients.values()]).norm() > 0.01
-        return Distilled(gradients, {name: sum(found) / len(found) for name, found in values.items()})
+        return Distilled(total.item(), gradients, {name: sum(found) / len(found) for name, found in values.items()})
 
     return expected(compute)
 
