@@ -64,13 +64,15 @@ States = dict[str, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Students, a teacher of the same size, and a larger teacher with more embedding rows."""
+    """Students, teachers of the same size, one of them with fewer embedding rows, and a larger teacher with more
+    embedding rows."""
     sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96)
     larger = dict(num_heads=6, num_kv_heads=3, hidden_size=192, intermediate_size=144, num_layers=4)
     kinds = {
         "tied": sizes | {"seed": 0},
         "untied": sizes | {"seed": 0, "tied": False},
         "small": sizes | {"seed": 1},
+        "short": sizes | {"seed": 3, "vocab_size": 112},
         "large": larger | {"seed": 2, "tied": False, "vocab_size": 300},
     }
     folders = {name: write_tiny_llama(tmp_path_factory.mktemp(name), **keys) for name, keys in kinds.items()}
@@ -93,9 +95,11 @@ def hidden_states(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
     return model.model(torch.tensor(sample.token_ids[None]).long()).last_hidden_state[0, first - 1 : -1]
 
 
-def log_probs(model: torch.nn.Module, hidden: torch.Tensor, temperature: float = TEMPERATURE) -> torch.Tensor:
-    """Return the log-probs of the student's tokens, [R, V]."""
-    return (model.lm_head(hidden)[:, :VOCAB] / temperature).log_softmax(-1)
+def log_probs(
+    model: torch.nn.Module, hidden: torch.Tensor, temperature: float = TEMPERATURE, vocab_size: int = VOCAB
+) -> torch.Tensor:
+    """Return the log-probs over the first `vocab_size` tokens, [R, V]."""
+    return (model.lm_head(hidden)[:, :vocab_size] / temperature).log_softmax(-1)
 
 
 def teacher_states(
@@ -126,7 +130,7 @@ def over_top(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, to
     student's vocabulary lacks count as others."""
     ids = log_q.topk(TOP_K).indices
     is_known = ids < log_p.shape[1]
-    assert log_q.shape[1] == log_p.shape[1] or not is_known.all(), "the teacher has no token beyond the student's"
+    assert log_q.shape[1] <= log_p.shape[1] or not is_known.all(), "the teacher has no token beyond the student's"
 
     def classes(log_probs: torch.Tensor) -> torch.Tensor:
         columns = ids.where(is_known, 0)
@@ -138,7 +142,7 @@ def over_top(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def is_scored(teacher: str, sample: Sample, num_teachers: int) -> bool:
-    return num_teachers == 1 or teacher == "large" or (teacher == "small" and sample.id in SCORED_BY_SMALL)
+    return num_teachers == 1 or teacher in ("large", "short") or (teacher == "small" and sample.id in SCORED_BY_SMALL)
 
 
 def plain_divergence(kind: str, beta: float, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -179,15 +183,19 @@ def plain_update(
         losses, values = [], {name: [] for name in weights}
         for sample in SAMPLES:
             mask = torch.tensor(sample.response_mask)
-            log_p = log_probs(model, hidden_states(model, sample), temperature)
+            own = hidden_states(model, sample)
+            log_p = log_probs(model, own, temperature)
             loss = log_p.sum() * 0
             for name, teacher in teachers.items():
                 if is_scored(name, sample, len(weights)) and mask.any():
                     with torch.no_grad():
                         hidden = hidden_states(teacher, sample)
-                        exact = log_p, log_probs(teacher, hidden, temperature)
                         log_q = (teacher.lm_head(hidden) / temperature).log_softmax(-1)
-                    distributions = exact if top_k is None else over_top(log_p, log_q)
+                    if top_k is None:
+                        size = min(VOCAB, log_q.shape[1])
+                        distributions = [log_probs(*of, temperature, size) for of in ((model, own), (teacher, hidden))]
+                    else:
+                        distributions = over_top(log_p, log_q)
                     divergence = plain_divergence(kind, beta, *distributions)[mask]
                     values[name] += divergence.tolist()
                     loss = loss + COEFFICIENT * weights[name] * divergence.mean()
@@ -263,6 +271,20 @@ def test_divergence_from_several_teachers_matches_full_logits(folders, student, 
 def test_divergence_from_one_teacher_is_the_plain_one(folders, student, layout, kind):
     """A single call computes log-probs, entropies and the divergence."""
     assert_distills(folders, student, {"large": 1.0}, layout, kind)
+
+
+@pytest.mark.parametrize(
+    ("student", "weights", "layout", "kind", "top_k"),
+    [
+        ("tied", {"short": 1.0}, "TP3", "reverse_kl", None),
+        pytest.param("untied", {"large": 1.0, "short": 0.5}, "CP2", "jsd", None, marks=pytest.mark.exhaustive),
+        pytest.param("untied", {"short": 1.0}, "PP2", "forward_kl", None, marks=pytest.mark.exhaustive),
+        pytest.param("tied", {"short": 1.0}, "TP3, sequence parallel", "jsd", TOP_K, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_teacher_may_have_fewer_embedding_rows(folders, student, weights, layout, kind, top_k):
+    """An exact divergence is over the teacher's rows, and the policy's log-probs are over the actor's."""
+    assert_distills(folders, student, weights, layout, kind, top_k=top_k)
 
 
 def test_fine_tuning_without_nll_trains_on_the_divergence_alone(folders):
