@@ -3,6 +3,7 @@ compared with full logits of transformers models."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -152,7 +153,7 @@ def plain_divergence(kind: str, beta: float, log_p: torch.Tensor, log_q: torch.T
         return (q * (log_q - log_p)).sum(-1)
     if kind == "reverse_kl":
         return (p * (log_p - log_q)).sum(-1)
-    log_m = (beta * q + (1 - beta) * p).log()
+    log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log(1 - beta))  # finite where both are 0
     return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
 
 

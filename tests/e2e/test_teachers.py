@@ -150,8 +150,8 @@ def test_top_tokens_of_two_engines_are_a_loss_of_the_run(series, model, teachers
     )
     steps = metrics_of(run)
     assert all(step["policy/grad_norm"] > 0 and step["teachers/seconds"] > 0 for step in steps)
-    spans = read_trace(run / "logs/attempt_1")
-    assert len({span.process for span in spans if span.task == "score"}) == 2
+    scoring = {span.process for span in read_trace(run / "logs/attempt_1") if span.task == "score"}
+    assert scoring >= {"teacher-large-0", "teacher-large-1"}
     student, teacher = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, teachers["large"]))
     rows = [json.loads(line) for line in (run / "rollouts/step_000001.jsonl").read_text().splitlines()]
     kls = []
