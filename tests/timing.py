@@ -40,6 +40,12 @@ SCAN_CPU_S = 2
 """CPU seconds allowed for searching a megabyte of text. A linear search takes a fraction of this, and a quadratic one
 takes minutes."""
 
+PAGE_CPU_S = 2
+"""CPU seconds of a report's main thread until the first charts of a long run are drawn."""
+
+DOCTOR_CPU_S = 10
+"""CPU seconds allowed for `megarl doctor`."""
+
 RANKS_S = 480
 """Timeout for the forked ranks of a test."""
 
@@ -52,8 +58,14 @@ RUN_S = 540
 LEARNING_S = 2400
 """Timeout for a learning run."""
 
+GPU_RUN_S = 1500
+"""Timeout for a run on GPUs that compiles kernels or loads a published model."""
+
 SOAK_WAIT_S = 900
 """Timeout for the steps between two faults of the soak, including all restarts."""
+
+SOAK_HEAL_S = 10
+"""Duration of the soak's temporary faults."""
 
 SOAK_TIMEOUT_S = 45
 """Value of cluster.timeouts in the soak's run. On a slow machine, exceeding it only leads to another recovery."""

@@ -219,12 +219,14 @@ def store_as_mxfp4(folder: Path, seed: int = 0) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_tiny_experts(folder: Path, num_layers: int = 2, dense_layers: Sequence[int] = (1,)) -> Path:
+def write_tiny_experts(
+    folder: Path, num_layers: int = 2, dense_layers: Sequence[int] = (1,), vocab_size: int = 128
+) -> Path:
     """Write a mixture-of-experts model with some dense layers, by default the second."""
     return write_tiny_model(
         folder,
         "qwen3_moe",
-        vocab_size=128,
+        vocab_size=vocab_size,
         hidden_size=64,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -69,7 +69,8 @@ def factors(
 
 def disagreeing(log_ratio: torch.Tensor, samples: SampleSegments, threshold: float, level: str) -> torch.Tensor:
     """Return a mask, bool [N]. At level "token", it selects the tokens with |log π_old − log μ| above the threshold. At
-    level "sample", it selects all tokens in samples that contain such a trained token. NaN counts as above."""
+    level "sample", it selects all tokens in samples that contain such a trained token. NaN counts as above the
+    threshold."""
     beyond = ~(log_ratio.detach().abs() <= threshold)
     return beyond if level == "token" else samples.total(beyond.float())[samples.row_sample] > 0
 

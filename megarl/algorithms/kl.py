@@ -104,13 +104,13 @@ def distillation(
     false.
 
     On-policy distillation (https://arxiv.org/abs/2306.13649; https://thinkingmachines.ai/blog/on-policy-distillation)
-    minimizes the divergence on the student's own samples. Each token counts by itself: as an advantage, −K is the
-    reward to go with discount 0.
+    minimizes the divergence on the student's own samples. Tokens are independent: as an advantage, −K is the reward to
+    go with discount 0.
 
     Args:
         log_prob: float32 [N], log-probs of sampled tokens under the student.
-        teachers: float32 [N, K], log-probs of the same tokens under each teacher, or UNSCORED. Such a teacher has no
-            part in the token's divergence.
+        teachers: float32 [N, K], log-probs of the same tokens under each teacher, or UNSCORED, which excludes the
+            teacher from the token's divergence.
         mask: bool [N], true for trained tokens.
         weights: w_k of each teacher.
         limit: the bound on each estimate, as in `estimate`.

@@ -1,5 +1,5 @@
-"""Spec classes, which describe estimators and objectives. This module does not import torch, because
-loading a configuration imports this module.
+"""Spec classes, which describe estimators and objectives. This module does not import torch, because loading a config
+imports this module.
 
 The options of an estimator or objective are the keyword arguments of its function. Recipes use the same names.
 """
@@ -207,7 +207,7 @@ class GroupEstimator(SampleEstimator):
         return {**over, **shared, "group_of_one": (Literal["zero", "reward"], "zero")}
 
     def normalization(self, groups: Sequence[Sequence[Member]], options: Options) -> Normalization | None:
-        """Return the normalization over a step, given its groups; None if each group is normalized by itself."""
+        """Return the normalization over a step, given its groups; None if each group is normalized separately."""
         arguments = {name: options[name] for name in self.parameters}
         if self.step_moments is not None:
             moments = self.step_moments(groups, **arguments)

@@ -66,7 +66,9 @@ def compute_advantages(
             f"estimator such as {', '.join(_names(SampleEstimator)[:3])}"
         )
     if isinstance(spec, GroupEstimator) and spec.compare_turns is not None:
-        raise UserError(f"estimator={estimator}: compares turns, which are not given. Fix: use grpo")
+        raise UserError(
+            f"estimator={estimator}: compares turns, which compute_advantages does not accept. Fix: use grpo"
+        )
     counts = [[1] * len(group) for group in rewards] if num_tokens is None else num_tokens
     greedy = [0.0] * len(rewards) if greedy is None else greedy
     groups = [
@@ -110,7 +112,7 @@ def compute_token_advantages(
     estimator: str, rewards: torch.Tensor, mask: torch.Tensor, values: torch.Tensor | None = None, **options: Any
 ) -> TokenAdvantages:
     """Return the advantage of each token and the critic's targets, float32 [B, T], both 0 where the mask is false.
-    The advantages are not whitened.
+    The targets are None without `values`. The advantages are not whitened.
 
     Args:
         estimator: an estimator with one advantage per token, such as "gae" or "reinforce_plus_plus".
@@ -170,7 +172,7 @@ def policy_loss(
     spec = OBJECTIVES[objective]
     chosen = _with_defaults(spec, options)
     if not isinstance(spec, PolicyObjective) or spec.selection is not None or "tokens" not in spec.actions:
-        reason = "selects tokens of the whole update" if spec.selects_tokens else "has no ratio of tokens"
+        reason = "selects tokens of the whole update" if spec.selects_tokens else "has no per-token ratio"
         raise UserError(f"objective={objective}: {reason}, so it is not a function of these tensors. Fix: use clip")
     _require_name("aggregation", aggregation, AGGREGATIONS)
     num_samples, longest = mask.shape

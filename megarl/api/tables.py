@@ -24,7 +24,7 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("step", "num_response_tokens", "first_turn", "num_denoising_steps"), int),
     **dict.fromkeys(("reward", "advantage"), float),
 }
-"""Types of the fields with a single value. All other fields, except those in LISTS and MASK, become JSON text."""
+"""Types of the fields with a single value. Fields other than these, PARTS, MASK and LISTS become JSON text."""
 
 LISTS: dict[str, type] = {
     **dict.fromkeys(("prompt_ids", "response_ids", "trained_denoising_steps"), int),

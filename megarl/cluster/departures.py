@@ -11,7 +11,7 @@ SLOWDOWN = 1.5
 """Duration of a node's speed probe, relative to the median node's, above which the node counts as slow."""
 
 NUM_SLOW = 5
-"""Number of consecutive steps in which a node must be slow."""
+"""Number of consecutive slow steps after which a node should leave."""
 
 
 class DeviceState(NamedTuple):
@@ -49,7 +49,8 @@ class Departures:
 
     def reasons(self) -> dict[int, str]:
         """Return the nodes that should leave, and why."""
-        slow = f"its devices took more than {SLOWDOWN:g} times as long as the median node's in {NUM_SLOW} speed probes"
+        probes = f"{NUM_SLOW} consecutive speed probes"
+        slow = f"its devices took more than {SLOWDOWN:g} times as long as the median node's in {probes}"
         return {node: slow for node, count in self._num_slow.items() if count >= NUM_SLOW} | self._new_errors
 
     def forget(self, node: int) -> None:

@@ -49,12 +49,12 @@ def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
 
 
 def is_loss(error: Exception | None) -> bool:
-    """Return whether the error reports a lost process, which has died or was killed by Ray because memory ran low."""
+    """Return whether the error reports a lost process: one that died, or that Ray killed because memory ran low."""
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def is_lost_task(error: Exception | None) -> bool:
-    """Return whether the error reports that a task, unlike an actor, was lost with its node or worker process."""
+    """Return whether the error reports a task (not an actor) that was lost with its node or worker process."""
     return isinstance(error, NodeDiedError | TaskUnschedulableError | WorkerCrashedError)
 
 

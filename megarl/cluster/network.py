@@ -27,7 +27,7 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """File with the kernel's first and last ephemeral ports."""
 
 ANY_PORT = 9
-"""Port for a datagram socket that sends nothing."""
+"""Port to which a UDP socket connects to find the route to a host. Connecting sends no packet."""
 
 
 def own_name() -> str:

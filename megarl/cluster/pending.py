@@ -1,4 +1,4 @@
-"""Futures for calls to the run's processes, each with a deadline and a diagnosis."""
+"""Futures for calls to the run's processes. Each has a deadline, and its errors name the process and the phase."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pending(Generic[T]):
         self.unfinished = {ref: name for name, ref in calls.items()}
         self.errors: dict[str, Exception] = {}
         self._answers: dict[str, Any] = {}
-        """Return values of finished calls, cached because each read from Ray takes equally long."""
+        """Return values of finished calls, cached because repeated reads from Ray are no faster than the first."""
         self.session, self._calls = session, tuple(calls)
         self._steps: list[Callable[[Any], Any]] = []
         """Functions that convert the return values into the result, applied in order."""
@@ -60,8 +60,8 @@ class Pending(Generic[T]):
         return cast(Pending[U], self)
 
     def result(self, meanwhile: Callable[[], object] | None = None) -> T:
-        """Wait for the calls and return their result. During a long wait, `meanwhile` is called from time to time and
-        may wait for other calls. Raise UserError if a worker raised one, and RunFailure, which names process and phase,
+        """Wait for the calls and return their result. During a long wait, `meanwhile` is called periodically and may
+        wait for other calls. Raise UserError if a worker raised one, and RunFailure, which names process and phase,
         for any other error."""
         return first([self], meanwhile)._value
 
@@ -94,7 +94,7 @@ class Pending(Generic[T]):
         return {name for name, error in errors.items() if is_loss(error) or is_lost_task(error)}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
-        """Record the return values or errors of those of this Pending's calls that are in `ended`."""
+        """Record the return values or errors of this Pending's calls that are in `ended`."""
         for ref in [ref for ref in self.unfinished if ref in ended]:
             name = self.unfinished.pop(ref)
             value, error = outcome(ref)
@@ -104,7 +104,7 @@ class Pending(Generic[T]):
                 self.errors[name] = error
 
     def fatal_errors(self) -> dict[str, Exception]:
-        """Return the errors that end the run, by process name, without consequences of tolerated losses."""
+        """Return the errors that end the run, by process name. Omit consequences of tolerated losses."""
         lost = self.lost
         if not lost:
             return self.errors

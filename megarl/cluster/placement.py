@@ -11,6 +11,7 @@ from megarl.config.model_schema import Placed, RewardModel, Teacher, Teachers, e
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.cores import usable_cores
+from megarl.core.text import counted
 from megarl.resharding.piece import Holder
 
 MAX_USER_PROCESSES = 16
@@ -190,7 +191,7 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
     problems = []
     if len(nodes) > 1 and used > len(nodes):
         problems.append(
-            f"{key}: the ranks need {needed} devices, but {len(nodes)} nodes with {each} devices each have "
+            f"{key}: the ranks need {needed} devices, but {len(nodes)} nodes with {counted(each, 'device')} each have "
             f"{len(nodes) * each}. Fix: set cluster.nodes={used}, or lower dp in the layouts"
         )
     if used < len(nodes):

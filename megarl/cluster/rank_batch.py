@@ -43,7 +43,7 @@ class ScoreRef:
 
 Scores = dict[str, ScoreRef]
 """References to a model's scores: sample id -> float32 [R] for response tokens, [R, h] for a teacher's hidden states,
-or int64 [A] for a judge's answers."""
+float32 [R, 2k + 1] for its packed TopTokens, or int64 [A] for a judge's answers."""
 
 Replacement: TypeAlias = "NDArray[np.int32] | ScoreRef"
 """Token ids that replace those of a prompt in a pass, int32 [P], or a reference to them."""
@@ -51,7 +51,7 @@ Replacement: TypeAlias = "NDArray[np.int32] | ScoreRef"
 
 @dataclass(frozen=True, slots=True)
 class StoredStates:
-    """A sample's hidden states in Ray's object store, stored as bytes so that readers map them without a copy.
+    """A sample's hidden states or TopTokens in Ray's object store, as bytes so that readers map them without a copy.
 
     Attributes:
         content: uint8 [R, bytes of a row].

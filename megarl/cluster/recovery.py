@@ -88,8 +88,8 @@ class Recovery:
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts for attempts at a task until one of them completes. If ranks are lost in an attempt, they are
-        replaced with their state after the last step, and the next attempt starts. The task must not change any other
-        state before it completes."""
+        replaced, their state after the last step is restored, and the next attempt starts. The task must not change any
+        other state before it completes."""
         is_done = False
 
         @contextmanager
@@ -233,7 +233,7 @@ class Recovery:
         return is_copied and all(self._delivered.get(role) == self._copied for role in self._roles_on(number))
 
     def observe_devices(self) -> None:
-        """Examine the devices, of one model at a time because models may share them. Call this after a step's training
+        """Examine the devices, one model at a time, because models may share them. Call this after a step's training
         and before its copies begin, because they would slow down the speed probe."""
         if len(self._session.members) == 1 or interrupts.is_signaled:
             return

@@ -48,7 +48,7 @@ def _started_again(start: Any) -> Any:
                 node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
                 if number == STARTS:
                     raise
-                print(f"Ray did not start on this node, trying again: {error}", flush=True)
+                print(f"Ray did not start on this node; trying again: {error}", flush=True)
                 vars(node).clear()
             finally:
                 ray._private.services.get_node = find

@@ -69,8 +69,8 @@ collective's deadline, but longer than the processes or the file system of a bus
 
 
 class Session:
-    """The Ray cluster for one run. It starts Ray and watches all pending remote calls, each with a deadline and a
-    diagnosis. It runs inside `supervised`, which terminates remaining processes."""
+    """The Ray cluster for one run. It starts Ray, watches all pending remote calls and their deadlines, and raises the
+    cause of a failure. It runs inside `supervised`, which terminates remaining processes."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class Session:
             )
         except Exception as error:  # Ray does not define a class for this error
             raise RunFailure(
-                f"Ray did not start on node {own_name()} in {STARTS} attempts: {error} Fix: correct this, or reduce "
-                "the node's load"
+                f"Ray did not start on node {own_name()} in {STARTS} attempts: {error} Fix: resolve this error, or "
+                "reduce the node's load"
             ) from error
         # Replace Ray's handler, which prints a stack trace and skips all cleanup.
         signal.signal(signal.SIGTERM, terminate)
@@ -285,7 +285,7 @@ class Session:
 
     def _lost_nodes(self, lost: Sequence[int], phase: str, is_replaceable: bool = True) -> RunFailure:
         """Return the error for the loss of nodes: LostRanks if spare nodes can replace them. `is_replaceable`: whether
-        no process that cannot be replaced has failed on any node."""
+        all failed processes, on all nodes, can be replaced."""
         names = list(map(self.members.name, lost))
         if self._rendezvous is not None:
             self._rendezvous.note_lost(names)

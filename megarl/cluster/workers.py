@@ -48,7 +48,7 @@ class Workers:
     """Folder of the actor's model."""
     teachers: Sequence[PlacedTeacher | SelfTeacher] = ()
     environments: EnvironmentGroup | None = None
-    """Processes that run rollouts in environments; None if each rollout is a single response to its prompt."""
+    """Processes that run training rollouts in environments; None if each is a single response to its prompt."""
     evaluation_environments: EnvironmentGroup | None = None
     """Processes that run training and evaluation rollouts in environments; None if there are no such rollouts."""
 

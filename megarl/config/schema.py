@@ -1,4 +1,4 @@
-"""The schema of a run's configuration: types and ranges of individual keys. Rules across keys are in `rules`.
+"""The schema of a run's configuration: types and ranges of individual keys. Constraints across keys are in `rules`.
 
 Defaults are in configs/base.yaml, next to the comments that explain the keys. There are two exceptions. Defaults for
 keys of list items are in this module, because a recipe replaces lists as a whole. Defaults for options of estimators

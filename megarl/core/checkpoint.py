@@ -166,19 +166,19 @@ def intact_before(checkpoint: Path) -> Path | None:
 
 
 def checked_format(manifest: Mapping[str, Any], path: Path) -> int:
-    """Return a manifest's format version. Raise a UserError, which names `path`, if this version of megarl cannot read
+    """Return a manifest's format version. Raise a UserError that names `path` if this version of megarl cannot read
     it."""
     version = manifest.get(FORMAT_KEY)
     if version is None:
         raise UserError(
-            f"{path}: a pre-release of megarl saved it in a format that this version cannot read. Fix: start from "
+            f"{path}: saved by a pre-release of megarl in a format that this version cannot read. Fix: start from "
             "scratch with another run.name"
         )
     if not is_plain(version, int) or version < 1:
         raise UserError(f"{path}: unknown format {shown(version)}. Fix: use a checkpoint that megarl saved")
     if version > FORMAT:
         raise UserError(
-            f"{path}: a later version of megarl saved it in format {version}, but this version reads only formats up "
+            f"{path}: saved by a later version of megarl in format {version}, but this version reads only formats up "
             f"to {FORMAT}. Fix: update megarl"
         )
     return version
@@ -207,8 +207,8 @@ def remove_notes(checkpoint: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether the folder is a checkpoint, complete or corrupt. The manifest's name is not sufficient evidence:
-    run folders also contain a file with that name."""
+    """Return whether the folder is a checkpoint, complete or corrupt. The manifest's content decides, because run
+    folders also contain a file with this name."""
     if not folder.is_dir():
         return False
     try:

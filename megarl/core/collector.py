@@ -28,4 +28,4 @@ def imports() -> Iterator[None]:
     with without_collector():
         yield
         gc.freeze()
-        atexit.register(gc.unfreeze)  # at exit, some libraries count their objects, which must not be frozen
+        atexit.register(gc.unfreeze)  # some libraries count their objects at exit, and frozen ones are not listed

@@ -106,7 +106,7 @@ class Completion(HoldsArrays):
     Fields not listed here are as in `Sample`.
 
     Attributes:
-        stop: the stop string at the end of the completion, which ended it; None if a token or a limit ended it.
+        stop: the stop string that ended the completion and is part of it; None if a token or a limit ended it.
         num_cached_tokens: number of preceding tokens that were in the engine's KV cache.
         routes: routes of the preceding tokens and of the completion.
         drafts: draft tokens that the engine verified.

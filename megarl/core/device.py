@@ -28,8 +28,8 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: page-lock the memory for all devices of the process."""
 
 NUM_PROBES = 5
-"""Trials of a speed measurement. The fastest one hardly depends on other processes: in 300 steps on 2 busy cores, two
-ranks that measured at the same time differed by at most 11 %."""
+"""Trials of a speed measurement. Other processes barely affect the fastest one: in 300 steps on 2 busy cores, two ranks
+that measured at the same time differed by at most 11 %."""
 
 
 @cache
@@ -98,7 +98,7 @@ def capability() -> tuple[int, int]:
 
 
 def claim(threads: int | None) -> None:
-    """Make the device the current device of this thread, and set its number of intra-op threads on the host."""
+    """Make the device current in this thread, and set the number of intra-op threads on the host."""
     if on_cuda():
         _torch().cuda.set_device(device())
     if threads is not None:
@@ -108,8 +108,8 @@ def claim(threads: int | None) -> None:
 def helper_thread(name: str) -> ThreadPoolExecutor:
     """Return an executor with one thread, which works while the main thread computes.
 
-    Its operators run on a single core. A second pool of OpenMP threads would leave more threads than cores, and OpenMP
-    then puts every thread of the process to sleep after each operator instead of letting it spin. An image model's
+    Its operators run on a single core. With a second pool, there would be more OpenMP threads than cores, and OpenMP
+    would put every thread of the process to sleep after each operator instead of letting it spin. An image model's
     update took up to 1.2 times as long.
     """
     return ThreadPoolExecutor(1, name, initializer=claim, initargs=(1,))
@@ -117,9 +117,9 @@ def helper_thread(name: str) -> ThreadPoolExecutor:
 
 @contextmanager
 def own_stream() -> Iterator[None]:
-    """Return a context manager that queues this thread's work on a separate stream, and waits for it at the end. Work
-    that other threads queue in the meantime does not wait for it, but `synchronize` in another thread does. On CPU, do
-    nothing."""
+    """Return a context manager that queues this thread's work on a separate stream and waits for it on exit. Work that
+    other threads queue in the meantime does not wait for it, but `synchronize` in another thread does. No-op on
+    CPU."""
     if not on_cuda():
         yield
         return
@@ -141,9 +141,9 @@ def use_expandable_segments() -> None:
 
 
 def error_counts() -> dict[str, int]:
-    """Return the number of uncorrected memory errors, whether row remaps have failed or wait for a reset of the device,
-    and whether the driver requires a reset or reboot because of any error (0 or 1). Empty on CPU. Counters that the
-    device or its driver does not support are missing.
+    """Return the number of uncorrected memory errors, whether row remaps have failed or are pending until the device is
+    reset, and whether the driver requires a reset or reboot because of any error (0 or 1). Empty on CPU. Counters that
+    the device or its driver does not support are missing.
 
     The driver derives this requirement from the XID of an error, according to NVIDIA's XID catalog, and logs it as XID
     154 (https://docs.nvidia.com/deploy/xid-errors). XIDs that only end the application, such as 13 and 31, require no

@@ -10,8 +10,8 @@ from megarl.core.text import printable
 
 
 class OneStop(Exception):
-    """An error whose message may embed sentences, such as another program's error. If a period follows a sentence
-    that already ends with one, only one is kept."""
+    """An error whose message may embed another program's message. A doubled period after an embedded sentence becomes a
+    single one."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(re.sub(r"(?<=[^.\s])\.\.(?=\s+[A-Z])", ".", message) if isinstance(message, str) else message)

@@ -31,7 +31,7 @@ processed and the total number of bytes."""
 
 
 MAX_DEPTH = 50
-"""Maximum nesting depth of a JSON value from outside, such as a request or a tool call. Processing a deeper value would
+"""Maximum nesting depth of an external JSON value, such as a request or a tool call. Processing a deeper value would
 exhaust the stack. Files may be twice as deep, because their rows contain such values."""
 
 
@@ -255,9 +255,9 @@ def is_plain(value: Any, kind: type[T]) -> TypeGuard[T]:
 
 
 def read_foreign_object(path: Path, key: str = "", fix: str = "copy the file again") -> dict[str, Any]:
-    """Return the object in a JSON file that another program wrote, such as a model's config.json. It may be a symbolic
-    link. Raise a UserError if the file is not a JSON object or cannot be read. The message begins with `key` and ends
-    with the remedy `fix`."""
+    """Return the object in a JSON file that another program wrote, such as a model's config.json. The file may be a
+    symbolic link. Raise a UserError if it is not a JSON object or cannot be read. The message begins with `key` and
+    ends with the remedy `fix`."""
     try:
         return parse_object(_read_bytes(path.resolve()).decode("utf-8-sig"))
     except OSError as error:

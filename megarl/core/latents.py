@@ -56,8 +56,8 @@ def _frozen(caption: Conditioning[Any]) -> Conditioning[NDArray[np.float32]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentSample(HoldsArrays):
-    """One image sampled in N denoising steps, of which K ≤ N are trained: consecutive steps as they were sampled, with
-    the latents around them, or any steps at whose noise levels the trainer adds new noise to the final latents.
+    """One image sampled in N denoising steps, of which K ≤ N are trained. Either these are consecutive and stored with
+    the latents before and after each, or they are arbitrary and the trainer noises the final latents to their levels.
 
     Processes exchange it in two parts, `for_training` and `for_rewards`. Each lacks the arrays of the other.
 
@@ -65,9 +65,9 @@ class LatentSample(HoldsArrays):
         prompt: the prompt, whose text is the caption.
         sigmas: float64 [N + 1], the noise levels, from 1 to 0.
         steps: int32 [K], the trained denoising steps. Step i leads from sigmas[i] to sigmas[i + 1].
-        latents: float32 [K + 1, channels, height, width], x before the first trained step and after each of them. Its
-            first axis has size 0 without trained steps, and if the trainer adds the noise.
-        logprobs: float32 [K], log-probs of the stored latents under the rollout policy, the mean over elements; empty
+        latents: float32 [K + 1, channels, height, width], x before the first trained step and after each trained step.
+            The first axis has size 0 if no step is trained or the trainer adds the noise.
+        logprobs: float32 [K], log-probs of the stored latents under the rollout policy, averaged over elements; empty
             if the trainer adds the noise.
         versions: runs of denoising steps with the same weight version; their counts sum to N.
         embedding: the caption's embedding, as used for sampling.

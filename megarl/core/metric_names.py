@@ -12,11 +12,12 @@ class Declaration:
 
     Attributes:
         name: the name. Words in capitals are placeholders: ROLE is actor, critic or implicit_reward; MODEL is policy,
-            value, implicit_reward or reward_model, which is the prefix for the metrics of a trained model; N and K are
-            numbers; NAME is the name of a score; other placeholders match any text.
+            value, implicit_reward or reward_model, which is the prefix for the metrics of a trained model; STATE is
+            parameters, optimizer or gradients; N and K are numbers; NAME is the name of a score; other placeholders
+            match any text.
         meaning: what is measured, over which samples or tokens.
         unit: the unit; empty for numbers without a unit, such as fractions from 0 to 1.
-        present: the condition under which the metric exists; empty if it is always present, at least in RL runs.
+        present: the condition under which the metric exists; empty if every RL run has it.
     """
 
     name: str
@@ -129,7 +130,10 @@ METRICS = (
     Declaration("rollout/aborted_tokens", "tokens of aborted samples", "tokens", "rollout.on_stale=drop"),
     Declaration("rollout/draft_accepted_frac", "fraction of draft tokens that were accepted", "", SPECULATIVE),
     Declaration(
-        "rollout/accepted_length_mean", "mean tokens of a forward pass that verified drafts", "tokens", SPECULATIVE
+        "rollout/accepted_length_mean",
+        "mean number of tokens added by a forward pass that verifies drafts",
+        "tokens",
+        SPECULATIVE,
     ),
     Declaration("policy/loss", "loss of an update, mean over the step's updates"),
     Declaration("policy/entropy", "mean entropy of the policy", "nats/token"),
@@ -169,7 +173,7 @@ METRICS = (
     ),
     Declaration(
         "mtp/loss",
-        "mean −log-prob of the tokens after the next ones, weighted as in the objective",
+        "mean −log-prob of the MTP layer's targets, weighted as in the objective",
         "nats",
         "actor.mtp.loss_coefficient > 0",
     ),
@@ -181,7 +185,7 @@ METRICS = (
     Declaration("kl/FORM", "mean KL to the reference; placement, level and estimator are in the name", "nats", "kl"),
     Declaration(
         "kl/teacher_NAME",
-        "KL(old policy ‖ teacher) by k1. If the divergence is not sampled: its mean under the current policy",
+        "KL(old policy ‖ teacher) by k1; if the divergence is not sampled, its mean under the current policy",
         "nats/token",
         "teachers",
     ),
@@ -199,7 +203,7 @@ METRICS = (
     Declaration("correction/weight_square_mean", "mean squared importance weight", "", CORRECTION),
     Declaration("correction/weight_max", "largest importance weight", "", CORRECTION),
     Declaration("correction/limited_frac", "fraction of tokens whose weight was limited", "", CORRECTION),
-    Declaration("correction/masked_frac", "fraction of masked tokens", "", "correction.mask"),
+    Declaration("correction/masked_frac", "fraction of tokens excluded from the loss", "", "correction.mask"),
     Declaration(
         "mismatch/logprob_abs_mean",
         "mean |trainer log-prob − engine log-prob| before the updates, excluding stale samples",
@@ -209,12 +213,15 @@ METRICS = (
         "mismatch/logprob_abs_max", "maximum |trainer log-prob − engine log-prob|, excluding stale samples", "nats"
     ),
     Declaration("mismatch/kl", "KL(engine ‖ trainer), excluding stale samples, estimated by k3", "nats/token"),
-    Declaration("mismatch/outlier_frac", "fraction of all tokens above logprob_check.threshold"),
+    Declaration(
+        "mismatch/outlier_frac",
+        "fraction of all tokens with |trainer log-prob − engine log-prob| above logprob_check.threshold",
+    ),
     Declaration("mismatch/effective_frac", "effective sample size of the engine's tokens under the trainer's policy"),
     Declaration("policy_lag/logprob_abs_mean", "mismatch/logprob_abs_mean on stale samples", "nats", STALENESS),
     Declaration("policy_lag/logprob_abs_max", "mismatch/logprob_abs_max on stale samples", "nats", STALENESS),
     Declaration("policy_lag/kl", "KL(sampling policy ‖ trained policy) on stale samples", "nats/token", STALENESS),
-    Declaration("mismatch/masked_frac", "fraction of tokens without loss", "", "logprob_check.action=mask"),
+    Declaration("mismatch/masked_frac", "fraction of tokens excluded from the loss", "", "logprob_check.action=mask"),
     Declaration("mismatch/canary_greedy_abs_mean", "mean log-prob difference on greedy canaries", "nats", CANARIES),
     Declaration(
         "mismatch/canary_velocity",
@@ -230,7 +237,7 @@ METRICS = (
     Declaration("value/explained_variance", "explained variance of the values before the step", "", GAE),
     Declaration("implicit_reward/loss", "loss of the implicit reward model", "", "implicit_reward"),
     Declaration(
-        "implicit_reward/accuracy", "fraction of samples whose success the model predicts", "", "implicit_reward"
+        "implicit_reward/accuracy", "fraction of samples whose success is predicted correctly", "", "implicit_reward"
     ),
     Declaration("implicit_reward/mean", "mean implicit reward of a sample", "", "implicit_reward"),
     Declaration("reward_model/loss", "loss of an update, mean over the step's updates", "", "training a reward model"),
@@ -272,7 +279,7 @@ METRICS = (
     Declaration("evaluation/SET/draft_accepted_frac", "fraction of draft tokens that were accepted", "", SPECULATIVE),
     Declaration(
         "evaluation/SET/accepted_length_mean",
-        "mean tokens of a forward pass that verified drafts",
+        "mean number of tokens added by a forward pass that verifies drafts",
         "tokens",
         SPECULATIVE,
     ),

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.core.files import append_rows
 
 RESERVED_BYTES = 2**28
-"""Free disk space below which logs are dropped, so that checkpoints and other files can still be written."""
+"""Free disk space in bytes below which logs are dropped, so that checkpoints and other files can be written."""
 
 
 class OptionalLog:
@@ -41,7 +41,7 @@ class OptionalLog:
             self._num_dropped += count
             return False
         if self._num_dropped:
-            _print(f"megarl: note: {path.parent}: can be written again, after {self._num_dropped} dropped {self._rows}")
+            _print(f"megarl: note: {path.parent}: writable again; {self._num_dropped} {self._rows} were dropped")
             self._num_dropped = 0
         return True
 

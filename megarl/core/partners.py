@@ -1,5 +1,5 @@
-"""Which ranks keep copies of the state of ranks on other nodes, so that a model on several nodes survives the loss of
-one."""
+"""Chooses the ranks that keep copies of other nodes' state, so that a model on several nodes survives the loss of a
+node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def keepers(nodes: Sequence[int]) -> Sequence[int]:
 
 
 def without_copy(held: Sequence[Collection[int]]) -> list[int]:
-    """Return the ranks of whose state no node has a copy. held: for each rank, the ranks with copies on its node."""
+    """Return the ranks whose state has no copy on any node. held: for each rank, the ranks with copies on its node."""
     return sorted({*range(len(held))}.difference(*held))
 
 

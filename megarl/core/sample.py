@@ -95,7 +95,7 @@ class Sample(HoldsArrays):
         num_prompt_tokens = len(self.prompt.token_ids)
         is_split = all(image.stop <= num_prompt_tokens for image in self.prompt.images)
         is_split &= all(image.start >= num_prompt_tokens for image in self.response_images)
-        assert is_split, f"sample {self.id}: an image is in the wrong one of prompt.images and response_images"
+        assert is_split, f"sample {self.id}: an image is in prompt.images instead of response_images, or vice versa"
 
     def __hash__(self) -> int:
         return hash(self.id)
@@ -107,7 +107,7 @@ class Sample(HoldsArrays):
 
     @property
     def response(self) -> str:
-        """What reward functions receive."""
+        """The text, as reward functions receive it."""
         return self.text
 
     @property
@@ -117,7 +117,7 @@ class Sample(HoldsArrays):
 
     @property
     def ref(self) -> SampleRef:
-        """The sample's names and counts."""
+        """A reference to the sample, without its tokens."""
         return SampleRef(
             id=self.id,
             prompt_id=self.prompt.id,
@@ -201,7 +201,8 @@ def prompt_checksum(token_ids: NDArray[np.int32]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """A reference to a sample, with its names, counts, rewards and weights. The driver never holds its tokens.
+    """A reference to a sample, with its ids, token counts, rewards and weight versions. The driver never holds its
+    tokens.
 
     For an image, denoising steps are counted as tokens, and the number of prompt tokens is 0.
 
@@ -215,14 +216,14 @@ class SampleRef:
         drafts: as in Sample.
         patch_grids: grid of each image, as in PromptImage.
         largest_id: largest token id of the prompt and the response; 0 for an image.
-        sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself. Of an
-            image, it has only the part for training.
-        pictured: reference to the image's part for rewards; None for a text.
+        sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself. For an
+            image, only the part for training.
+        pictured: reference to an image's part for rewards; None for text.
         image_files: references to the encoded images of the sample, in the order of Sample.images. They are stored
             separately from the sample. Without an environment, the tuple is empty until a step takes the group.
-        tokens_per_step: LatentSample.num_tokens; 0 for a text.
-        step: index of the single trained denoising step to which the reference refers, once an image is dispatched;
-            None: the whole sample.
+        tokens_per_step: LatentSample.num_tokens; 0 for text.
+        step: once an image is dispatched, index of the one trained denoising step that this reference stands for; None:
+            the whole sample.
 
     Rewards, once the sample is scored (`megarl.step.rollout_rewards` defines those of a rollout):
         outcome: combined value of the reward functions.

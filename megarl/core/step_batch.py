@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch(RowBatch):
     """N denoising steps from x, at noise level σ, to x', at σ'. All images have the same size. For objectives that add
-    noise, x is an image x' at σ' = 0 with new noise, and rollout_logprobs are 0.
+    noise, x' is the image (σ' = 0), x is x' with new noise, and rollout_logprobs are 0.
 
     latents        float32 [N, channels, height, width], x
     next_latents   float32 [N, channels, height, width], x'

@@ -1,8 +1,13 @@
-"""External text, such as that from environments, agents, judges and data files."""
+"""Text in messages, and external text such as that from environments, agents, judges and data files."""
 
 from __future__ import annotations
 
 from typing import Any
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things, such as "1 image" or "2,000 images"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def encodable(value: Any) -> Any:

@@ -66,7 +66,7 @@ class TokenBatch(RowBatch):
     candidate_ids     int64 [N, K]   tokens that the engine sampled from, padded with −1; a row of only −1 stands for
                                      the whole vocabulary; None: every row does
     labels            float32 [N]    label of each row's token, NaN if it has none; None: samples have no labels
-    rotary_positions  int64 [3, T]   position of each token in time, height and width; None: `positions` in each
+    rotary_positions  int64 [3, T]   position of each token in time, height and width; None: `positions` on all axes
     images            the images in the pack, in host memory; None: the pack has no images, or this rank has no vision
                       tower
     routes            int8 or int16 [T, layers, experts per token], as in Sample; None: no sample has routes

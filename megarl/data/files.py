@@ -217,21 +217,22 @@ def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[A
 
 def _records(path: Path, columns: Sequence[Column], further: Collection[str] = ()) -> Iterator[tuple[int, Record]]:
     """Yield the number and columns of each row, after checking `columns`."""
-    readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
-    if path.suffix not in readers:
-        raise UserError(
-            f"data.source={path}: unknown data source. Fix: use arithmetic, reasoning_gym:TASK, or a .jsonl or "
-            ".parquet file"
-        )
-    if not path.is_file():
-        raise UserError(f"data.source={path}: not a file. Fix: correct the path")
-    for number, record in readers[path.suffix](path, columns, further):
+    for number, record in _READERS[path.suffix](path, columns, further):
         record = encodable(record)
         _require_columns(record, columns, f"{path}:{number}")
         for column in columns:
             if not column.is_valid(value := column_of(record, column.name)):
                 raise _wrong_type(f"{path}:{number}", column.name, column.expected, value)
         yield number, record
+
+
+def require_data_file(path: Path, key: str) -> None:
+    """Raise a UserError that names the config key if the path is not a file in a known format."""
+    if path.suffix not in _READERS:
+        sources = "arithmetic, reasoning_gym:TASK, or a" if key == "data.source" else "a"
+        raise UserError(f"{key}={path}: unknown data source. Fix: use {sources} .jsonl or .parquet file")
+    if not path.is_file():
+        raise UserError(f"{key}={path}: not a file. Fix: correct the path")
 
 
 def has_column(record: Mapping[str, Any], name: str) -> bool:
@@ -273,7 +274,7 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise UserError(f"data.source={path}: cannot be read ({error.strerror}). Fix: make the file readable") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}). Fix: make the file readable") from None
 
 
 def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[str]) -> Iterator[tuple[int, Record]]:
@@ -286,8 +287,8 @@ def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[
             file = pyarrow.parquet.ParquetFile(stream)
         except damage as error:
             raise UserError(
-                f"data.source={path}: not a Parquet file ({_one_line(error)}). Fix: write the file again, or rename it "
-                "to .jsonl if it contains JSON lines"
+                f"{path}: not a Parquet file ({_one_line(error)}). Fix: write the file again, or rename it to .jsonl "
+                "if it contains JSON lines"
             ) from error
         _require_columns(_inner_names(file.schema_arrow), columns, f"{path}:1")
         available = file.schema_arrow.names
@@ -304,6 +305,9 @@ def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[
                 f"{path}:{number + 1}: this row or a later one cannot be read ({_one_line(error)}). Fix: write the "
                 "file again"
             ) from error
+
+
+_READERS = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
 
 
 def _one_line(error: Exception) -> str:

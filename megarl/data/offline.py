@@ -135,7 +135,7 @@ def _conversation(row: MessageRow, tokenizer: PreTrainedTokenizerBase, config: C
 
 
 def _pair(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase, config: Config, place: str) -> list[Tokenized]:
-    """Return the tokens of both responses in a preference pair, which share their prompt."""
+    """Tokenize a preference pair: the prompt with each response, with the loss mask and the prompt's length."""
     prompt = prompt_ids(tokenizer, row.prompt, config.data.chat_template, place)
     pair = []
     for name, response in (("chosen", row.chosen), ("rejected", row.rejected)):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megarl.config.data_schema import Data
+from megarl.data.files import require_data_file
 from megarl.data.row import LabelRow, MessageRow, PreferenceRow, Row
 
 AnyRow = TypeVar("AnyRow", Row, MessageRow, PreferenceRow, LabelRow)
@@ -17,7 +18,9 @@ AnyRow = TypeVar("AnyRow", Row, MessageRow, PreferenceRow, LabelRow)
 def rows_of_files(data: Data, read: Callable[[Path], Iterator[AnyRow]]) -> Iterator[AnyRow]:
     """Yield the rows of all files in order. `read` yields the rows of one file."""
     for source in data.sources:
-        yield from (replace(row, source=source) for row in read(Path(source).expanduser()))
+        path = Path(source).expanduser()
+        require_data_file(path, "data.source" if source == data.source else "data.more_sources")
+        yield from (replace(row, source=source) for row in read(path))
 
 
 def place_of(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> str:

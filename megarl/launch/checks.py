@@ -37,7 +37,7 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 """File system types that are stored in a machine's memory."""
 
 DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay")
-"""File system types on local disks. Other machines see them only if they are exported."""
+"""File system types on local disks. Other machines can access them only if they are exported."""
 
 
 def check(request: Request, config: Config) -> list[str]:
@@ -49,7 +49,7 @@ def check(request: Request, config: Config) -> list[str]:
     if request.gpus:
         lines.append(_check_plan(request, config))
     if request.image is not None and not _is_file(request.image):
-        lines.append(f"--image={request.image}: the nodes pull it from a registry, which was not checked")
+        lines.append(f"--image={request.image}: not checked, because the nodes pull it from a registry")
     return [*lines, *_path_warnings(request, config)]
 
 
@@ -140,14 +140,14 @@ def _model_errors(request: Request, config: Config) -> Iterator[str]:
 
 
 def _path_warnings(request: Request, config: Config) -> Iterator[str]:
-    """Yield a line for each path that other machines see only if this one exports it."""
+    """Yield a line for each path that other machines can access only if this one exports it."""
     if request.nodes + request.spares == 1:
         return
     for named in _host_paths(request, config):
         if (kind := _file_system_type(_existing_path(named))) in DISK_FILE_SYSTEMS:
             yield (
-                f"warning: {named.key}={named.path} is on a local disk of this machine ({kind}). The job fails at its "
-                "start unless all nodes mount it"
+                f"warning: {named.key}={named.path} is on a local disk of this machine ({kind}). The job fails at "
+                "startup unless all nodes mount it"
             )
 
 

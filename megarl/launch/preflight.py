@@ -135,10 +135,10 @@ def find_objection(
 ) -> Objection | None:
     """Return the reason why an attempt cannot start on these nodes, or None.
 
-    A path that is missing on all nodes is a user error, and so is a problem shared by more than two nodes. If an
-    earlier attempt has run (`has_run`), a full disk is an infrastructure failure. Otherwise nodes with problems are
-    bad. Package versions must match the majority, or the first node if there is a tie. If no other node can connect to
-    the first node, the first node is bad.
+    A path that is missing on all nodes is a user error. With more than two nodes, so is any problem that all of them
+    share. If an earlier attempt has run (`has_run`), a full disk is an infrastructure failure instead. Otherwise, nodes
+    with problems are bad. Package versions must match the most common ones, or the first node's if there is a tie. With
+    more than two nodes, the first node is bad if no other node can connect to it.
     """
     reporting, many = {report.node for report in reports}, len(nodes) > 2
     if silent := [node for node in nodes if node not in reporting]:

@@ -27,7 +27,8 @@ _PLACEHOLDER = re.compile(r"@([a-z_]+)@")
 
 
 def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[int] = ()) -> str:
-    """Render the job script. Raise UserError if the template has an unknown placeholder or the script has credentials.
+    """Render the job script. Raise UserError if the template has an unknown placeholder or the script contains
+    credentials.
 
     Args:
         sizes: the node counts that an attempt may run on, largest first.

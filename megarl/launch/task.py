@@ -62,7 +62,7 @@ class Task:
         restart: number of times that the job was requeued.
         step: number of the job step in this allocation.
         allocated: start of the allocation in seconds since the epoch.
-        submitted, noticed, num_allocated: see Attempt; 0 if a template for the job script does not pass them on.
+        submitted, noticed, num_allocated: see Attempt; 0 if the job script's template does not pass them on.
     """
 
     number: int
@@ -122,7 +122,7 @@ def main(run: Path) -> int:
     member = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + REPORT_TIMEOUT_S:g}"])
     signal.signal(signal.SIGTERM, lambda *_: member.terminate())
     while (status := member.poll()) is None:
-        time.sleep(POLL_S)  # poll: a signal just before a blocking wait would be handled only after it
+        time.sleep(POLL_S)  # poll, because a signal just before a blocking wait would be handled only after it
     if status:
         await_verdict(folder)
         if not folder.verdict.exists() and task.node in NodeRendezvous(run / NODES).lost():

@@ -13,8 +13,8 @@ from megarl.megatron.losses import Terms
 
 
 class MtpTerms(NamedTuple):
-    """The sum of an objective's loss and the MTP loss: the objective's terms, and Σ w·(−log p) of the tokens after the
-    next ones under the MTP layer's distribution p."""
+    """The sum of an objective's loss and the MTP loss: the objective's terms, and Σ w·(−log p) over the MTP layer's
+    targets, where p is the layer's distribution."""
 
     loss: torch.Tensor
     others: Terms
@@ -25,7 +25,7 @@ def mtp_loss(batch: TokenBatch, scored: torch.Tensor, *, others: Callable, coeff
     """Add the MTP loss to a loss.
 
     Args:
-        scored: the head's output, of which the last column is w·(−log p).
+        scored: the head's output, whose last column is w·(−log p).
         others: computes the other loss from the batch and the preceding columns.
         coefficient: factor of the MTP loss.
     """

@@ -50,7 +50,7 @@ def add_distillation(
     divergence: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     old_is_rollout: bool,
 ) -> list[AnyBatch]:
-    """Subtract the old policy's divergence from the teachers from each trained token's advantage. Call it after
+    """Reduce each trained token's advantage by the divergence between the old policy and the teachers. Call it after
     whitening, so that the divergence's scale does not depend on the rewards.
 
     Args:

@@ -97,7 +97,7 @@ def configured_denoising_loss(
     has_moved: bool,
     penalty: float | None = None,
 ) -> Loss:
-    """Return an image model's policy loss, from a StepBatch and its velocities. Takes the same arguments as
+    """Return an image model's policy loss, from a StepBatch and its velocities. For the remaining arguments, see
     `configured_policy_loss`."""
     if isinstance(spec := algorithm.objective.spec, VelocityObjective):
         objective = partial(spec.loss, **algorithm.objective.options(spec.arguments))

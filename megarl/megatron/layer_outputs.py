@@ -31,7 +31,7 @@ class ForwardOnlyActor(ModelWorker):
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratch: Path) -> dict[str, np.ndarray]:
     """Return stage name -> output for all tokens but the last, float32 [T − 1, hidden], in order of computation: the
     embedding, each layer and the final norm. The last entry holds the log-probs of all tokens after the first, float32
-    [T − 1]. The layout in the config has a single rank. Only this process uses the folder `scratch`."""
+    [T − 1]. The config's layout must have a single rank. `scratch` is a folder that no other process uses."""
     store = FileStore(str(scratch / "store"), 1)
     worker = ForwardOnlyActor(config, folder, 0, store, torch.get_num_threads())
     [chunk] = worker.chunks

@@ -35,7 +35,7 @@ def policy_metrics(
         mismatch_threshold: log-prob difference, in nats, above which a token counts as an outlier.
         has_moved: whether the policy has been updated since the start of the step.
         penalty: the objective's penalty if it is adapted between steps, else None.
-        kl_name: name of the KL metric.
+        kl_name, kl_level, kl_coefficient: the KL metric's name, and the KL's level and coefficient in this step.
         teachers: names of the teachers.
     """
     policy, log_prob, mask = terms.policy, terms.log_prob, batch.mask
@@ -133,7 +133,7 @@ def _difference_metrics(batch: RowBatch, section: str, log_ratio: torch.Tensor, 
 def _kl(batch: RowBatch, log_ratio: torch.Tensor) -> torch.Tensor:
     """Return an estimate, float32 [N], whose mean over rows is KL(μ ‖ π), from log μ − log π of rows sampled by μ.
 
-    The log-prob of a denoising step is a mean over elements, whose spread is far below that of one element. k3 would
+    The log-prob of a denoising step is a mean over elements and varies far less than that of one element. k3 would
     underestimate its KL by a factor of the number of elements, and k1 has almost no variance.
     """
     return kl.k1(log_ratio) if isinstance(batch, StepBatch) else kl.k3(log_ratio)

@@ -344,7 +344,7 @@ def _pair_loss(
 
 
 def sample_segments(batch: RowBatch) -> SampleSegments:
-    """Return the samples of a batch. Context-parallel ranks share the tokens of a sample, but each has all denoising
+    """Return the samples of a batch. Context-parallel ranks split the tokens of a sample, but each has all denoising
     steps of an image."""
     rows = batch.mask, batch.row_sample, len(batch.reward)
     return SampleSegments(*rows, sum_over_ranks) if isinstance(batch, TokenBatch) else SampleSegments(*rows)

@@ -33,8 +33,8 @@ from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.transports.transport import view
 
 INWARD_SHARE = 1 / 6
-"""Value of the random share in (−½, ½) up to which, with probability 2/3, the share scales the distance to the neighbor
-nearer to 0. It matters only for powers of two, because other weights are equally far from both neighbors."""
+"""Threshold for the random share, which is uniform in (−½, ½). Shares up to it (probability 2/3) scale the distance to
+the neighbor nearer to 0, and larger ones that to the other neighbor. Both are equal except for powers of two."""
 
 CHUNK = 2**20
 """Number of elements processed at a time, which limits temporary memory. More would not be faster."""
@@ -55,7 +55,7 @@ def begin_main_weights(
     """Initialize this rank's main weights. Call it before the first update.
 
     Args:
-        parameters: the result of `rounded_parameters`. Their main_grad buffers, still unused, hold the values.
+        parameters: the result of `rounded_parameters`. Their main_grad buffers are not in use yet and hold the values.
         holder: describes this rank's weights. Random positions depend on canonical tensor names and indices, so they
             are the same under every layout.
         exact: names of the parameters whose main_grad already holds the unrounded values.

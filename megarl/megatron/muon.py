@@ -18,6 +18,9 @@ Momentum is float32 and sharded over the data-parallel ranks like Adam's moments
 hold a matrix gathers its momentum, orthogonalizes it and returns the parts. On average, a rank thus sends and receives
 8 bytes per matrix element in its shard. The ranks orthogonalize different matrices at the same time. A rank needs
 memory for a few copies of one matrix.
+
+Megatron-core's Muon is not used: its package, emerging-optimizers, requires Python 3.12, and its optimizer keeps whole
+layers on a rank, which checkpoints, offloading and main weights that start inside rounding cells do not support.
 """
 
 from __future__ import annotations

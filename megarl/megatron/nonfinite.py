@@ -34,7 +34,7 @@ class SkippedUpdates:
         return {"skipped_updates": self.total, "skipped_in_a_row": self.consecutive}
 
     def restore(self, counters: Mapping[str, float]) -> None:
-        """Restore the counts from a checkpoint. Checkpoint format 1 has none."""
+        """Restore the counts from a checkpoint. Missing counts are 0."""
         self.total = int(counters.get("skipped_updates", 0))
         self.consecutive = int(counters.get("skipped_in_a_row", 0))
 

@@ -21,8 +21,8 @@ _host_group: dist.ProcessGroup | None = None
 
 
 def initialize(layout: Layout, store: Store, rank: int, seed: int, timeout_s: float) -> None:
-    """Join the process group and create Megatron's tensor-, pipeline- and data-parallel groups. After timeout_s seconds
-    in a collective, a rank with a dead peer fails."""
+    """Join the process group and create Megatron's tensor-, pipeline- and data-parallel groups. A collective with a
+    dead peer fails after timeout_s seconds."""
     cpu_support.install()
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(device.backend(), store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
@@ -102,7 +102,7 @@ def context_group() -> dist.ProcessGroup:
 
 
 def first_and_last_stage() -> dist.ProcessGroup:
-    """Return the process group of the first and the last pipeline stage with this rank's part of each tensor."""
+    """Return the process group of the first- and last-stage ranks that hold the same part of each tensor."""
     return parallel_state.get_embedding_group()  # pyright: ignore[reportReturnType]
 
 

@@ -1,5 +1,5 @@
-"""Finds model settings that Megatron rejects. As a program, it reads the config and model configs as JSON from stdin
-and prints a JSON list of messages."""
+"""Finds model settings that Megatron rejects. Run as a program, it reads the config and model configs as JSON from
+stdin and prints a JSON list of messages."""
 
 from __future__ import annotations
 

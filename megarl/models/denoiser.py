@@ -45,7 +45,7 @@ class DenoiserShape(ModelShape):
     refiners: int
 
     token_multiple: ClassVar[int]
-    """The numbers of image tokens and of caption tokens are each padded to a multiple of this."""
+    """Number to a multiple of which the image tokens and the caption tokens are each padded."""
     pixels_per_latent: ClassVar[int] = 8
     """Height and width in pixels of one latent of the published VAE. The transformer's config.json does not contain
     it."""
@@ -94,8 +94,8 @@ class DenoiserShape(ModelShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZImageShape(DenoiserShape):
-    """The architecture parameters of Z-Image, a single-stream diffusion transformer. Padding is learned, and the
-    document attends to it.
+    """The architecture parameters of Z-Image, a single-stream diffusion transformer. Padding tokens have a learned
+    embedding, and a document's tokens attend to its padding.
 
     Attributes:
         time_scale: factor by which the noise level is multiplied before it is embedded.
@@ -118,7 +118,7 @@ class ZImageShape(DenoiserShape):
 
     @property
     def max_caption_tokens(self) -> int:
-        # diffusers truncates captions to 512 tokens. A caption's positions start at 1, and the image has the next one.
+        # diffusers truncates captions to 512 tokens. Caption positions start at 1, and the image takes the next one.
         return min(512, (self.axis_lengths[0] - 2) // self.token_multiple * self.token_multiple)
 
     def caption_tokens(self, num_tokens: float) -> int:
@@ -163,10 +163,10 @@ class ZImageShape(DenoiserShape):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableDiffusion3Shape(DenoiserShape):
     """The architecture parameters of Stable Diffusion 3 and 3.5, whose layers have separate weights for images and
-    captions. Both attend to each other. Nothing is padded.
+    captions. Images and captions attend to each other. Nothing is padded.
 
     Attributes:
-        dual_layers: numbers of the layers in which images also attend to themselves alone, with separate weights.
+        dual_layers: indices of the layers in which images also attend to themselves alone, with separate weights.
         grid: number of rows, and of columns, of the position embedding. Images use its center.
     """
 
@@ -315,7 +315,7 @@ def _layer_fields(
 def _check(
     model: Mapping[str, Any], counts: Sequence[str], lists: Sequence[str] = (), numbers: Sequence[str] = ()
 ) -> None:
-    """Raise a UserError for a value that is not a positive integer, a list of them, or a positive number."""
+    """Raise a UserError for the first key without a positive integer, a list of them, or a positive number."""
 
     def is_list(value: Any) -> bool:
         return isinstance(value, list | tuple) and all(is_plain(item, int) and item > 0 for item in value)

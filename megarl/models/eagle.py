@@ -32,8 +32,8 @@ class EagleDraft:
         policy_hidden: size of the policy's hidden states.
         num_states: number of hidden states that the draft reads for each token.
         vocab: number of tokens that the draft can predict.
-        layer_ids: layers in front of which it reads the hidden states. The number of the policy's layers stands for
-            the state after the last one. None: vLLM's default for the policy.
+        layer_ids: layers of the policy whose input hidden states the draft reads; the policy's number of layers stands
+            for the last layer's output. None: vLLM's default for the policy.
         has_joint_norm, has_norms: whether a norm precedes the projection of all hidden states together, or of each.
     """
 
@@ -73,8 +73,8 @@ def is_eagle(hf_config: Mapping[str, Any]) -> bool:
 
 
 def flattened(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a draft's config in the format of vLLM's speculators library with its layer's keys at the top level, as
-    vLLM reads it (transformers_utils/configs/speculators/algos.py). Other configs are returned unchanged."""
+    """Convert a draft's config from the format of vLLM's speculators library: move its layer's keys to the top level,
+    as vLLM does (transformers_utils/configs/speculators/algos.py). Other configs are returned unchanged."""
     layer = hf_config.get("transformer_layer_config")
     if hf_config.get("speculators_model_type") != "eagle3" or not isinstance(layer, dict):
         return dict(hf_config)

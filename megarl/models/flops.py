@@ -17,8 +17,8 @@ NEWTON_SCHULZ_STEPS = 5
 def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: float) -> float:
     """Return the number of operations for one forward and backward pass. See `forward_flops` for the arguments. The
     backward pass takes twice as many operations as the forward pass. Recomputation is not counted (PaLM,
-    arXiv:2204.02311, appendix B). A trained MTP layer is counted as one of the layers, with a projection from 2h to h
-    and the scored rows, whose output weight has no gradient."""
+    arXiv:2204.02311, appendix B). A trained MTP layer counts as one more layer, plus a projection from 2h to h and an
+    output layer whose weight gets no gradient."""
     flops = 3 * forward_flops(shape, num_tokens, num_scored, num_attended)
     if not shape.trains_mtp:
         return flops
@@ -70,7 +70,7 @@ def delta_net_flops(shape: ModelShape) -> int:
 
 
 def mlp_weights(shape: ModelShape) -> float:
-    """Return the mean number of weights that a token passes in a layer's MLP: gate, up and down, or up and down."""
+    """Return the mean number of MLP weights in a layer that process a token: gate, up and down, or up and down."""
     matrices = 2 if isinstance(shape, StableDiffusion3Shape) else 3
     return matrices * shape.hidden * shape.active_intermediate
 
@@ -100,7 +100,7 @@ def main_layer_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: 
         return _layer_flops(shape, tokens) + _modulation_flops(shape, 4)
     dual = 2 * attention_weights(shape) * image_tokens + _attended_flops(shape, image_tokens, image_tokens)
     dual += _modulation_flops(shape, 3)
-    # The last layer does not update captions, but like diffusers still computes their queries and attention.
+    # The last layer does not update captions. Their queries and attention count, because diffusers computes them.
     unused = 2 * (shape.value * shape.hidden + mlp_weights(shape)) * caption_tokens + _modulation_flops(shape, 4)
     each = _layer_flops(shape, tokens) + _modulation_flops(shape, 12)
     return each + (len(shape.dual_layers) * dual - unused) / shape.num_layers

@@ -25,7 +25,7 @@ PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
 
 MODEL_SECTIONS = ("model", "critic", "reward_model", "implicit_reward")
-"""Config sections in which the key `path` identifies a model that determines what is trained."""
+"""Config sections whose key `path` names a model that training depends on."""
 
 DRAFT_KEY = "rollout.speculative.path"
 """Config key of the model that drafts tokens in the engines."""
@@ -76,7 +76,7 @@ def real_path(path: str) -> str:
 
 
 def model_paths(config: Config) -> dict[str, str]:
-    """Return the paths of the models that determine what is trained: config key -> path."""
+    """Return the paths of the models that training depends on: config key -> path."""
     paths = {f"{name}.path": getattr(config, name).path for name in MODEL_SECTIONS}
     return {key: path for key, path in paths.items() if path is not None}
 
@@ -209,7 +209,7 @@ def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
         return _checked(key, hub_id, Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns)))
     except (HFValidationError, OSError) as error:  # network and HTTP errors are subclasses of OSError
         reason = str(error).strip().splitlines()[0]
-        model = hub_id if revision is None else f"{hub_id} at model.revision={revision}"
+        model = hub_id if revision is None else f"{hub_id} at revision {revision}"
         raise UserError(
             f"{key}={model}: neither a folder on this machine nor a Hub id that could be downloaded ({reason}). Fix: "
             "check the spelling, the network, HF_HUB_OFFLINE and, for gated models, HF_TOKEN, or use a local folder"

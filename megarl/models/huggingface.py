@@ -17,7 +17,7 @@ _DEEPSEEK_ROUTER = ("deepseek_v3", "glm4_moe", "kimi_k2")
 
 _WINDOWS = ("gpt_oss",)
 _SINKS = ("gpt_oss",)
-"""Families whose sliding windows the trainer computes, and with attention sinks."""
+"""Families for which the trainer computes sliding windows, and families with attention sinks."""
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 WINDOW_LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -164,7 +164,7 @@ class LatentAttention:
 
 
 def dequantized(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the bfloat16 model that an MXFP4 checkpoint is read as. Other configs are returned
+    """Return the config of an MXFP4 checkpoint after dequantization to bfloat16. Other configs are returned
     unchanged."""
     method = (hf_config.get("quantization_config") or {}).get("quant_method")
     if method != "mxfp4":

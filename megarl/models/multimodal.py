@@ -38,8 +38,8 @@ WHOLE_ONLY = tuple(text for whole, text in TEXT_TYPES.items() if whole not in TE
 
 def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a multimodal model's text model. The keys `vision_config` and `WHOLE` keep the rest, so that
-    `whole_config` can restore it. Other configs are returned unchanged. Files cannot set megarl's own keys, which
-    are removed."""
+    `whole_config` can restore it. Other configs are returned unchanged, except that megarl's own keys are removed: a
+    file must not set them."""
     hf_config = {key: value for key, value in hf_config.items() if key not in (WHOLE, WITH_TOWER)}
     whole = str(hf_config.get("model_type"))
     nested = hf_config.get(TEXT)
@@ -54,10 +54,10 @@ def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         outer = others
         text = {key: value for key, value in (nested or {}).items() if key not in (WHOLE, WITH_TOWER)}
     shared = {key: others[key] for key in _SHARED if key in others}
-    if "tie_word_embeddings" in others:
-        # transformers uses the outer key, except for folders of Qwen2.5-VL that have the key only in text_config.
+    if "tie_word_embeddings" in others or "tie_word_embeddings" in text:
+        # As in transformers, the outer key decides, but Qwen2.5-VL's embeddings are also tied if the inner key is true.
         is_tied = whole == "qwen2_5_vl" and bool(text.get("tie_word_embeddings"))
-        text["tie_word_embeddings"] = others["tie_word_embeddings"] or is_tied
+        text["tie_word_embeddings"] = bool(others.get("tie_word_embeddings")) or is_tied
     named = {"architectures": [TEXT_MODELS[whole]]} if whole in TEXT_MODELS else {}
     vision = {VISION: hf_config[VISION]} if VISION in hf_config else {}
     return {"model_type": TEXT_TYPES[whole], **shared, **text, **named, **vision, WHOLE: outer}

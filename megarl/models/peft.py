@@ -63,11 +63,11 @@ HARMLESS = {
     *("lora_dropout", "megatron_core", "runtime_config", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-"""Keys of PEFT's LoraConfig that do not change the function of stored adapters: metadata, the choice of layers (which
-the weights file also shows), dropout, and options of initializations and variants that other keys select."""
+"""Keys of PEFT's LoraConfig that do not affect the output of stored adapters: metadata, the choice of layers (which the
+weights file also shows), dropout, and options of initializations and variants that other keys select."""
 
 CHECKED = {"r", "lora_alpha", "peft_type", "init_lora_weights"}
-"""Keys whose values are checked one by one."""
+"""Keys whose values are checked individually."""
 
 PLAIN_INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica")
 """Initializations, besides true and false, that leave the base model's weights unchanged."""
@@ -113,8 +113,8 @@ CONDITIONAL = {"alora_invocation_tokens", "arrow_config"}
 """Variants whose adapters do not apply equally to all tokens, so they cannot be merged."""
 
 _TARGET = re.compile(r"(?:\bnet\.\d+\.proj|[^.]+(?:\.\d+)?)$")
-"""Matches the end of a layer's name by which PEFT finds it: the last component, with the one before it if the last is a
-number, such as to_out.0. net.0.proj is matched whole, because Stable Diffusion 3's pos_embed.proj has no adapter."""
+"""Matches the suffix by which PEFT finds a layer: the last component of its name, with the one before it if the last is
+a number, as in to_out.0. net.0.proj is matched whole, because Stable Diffusion 3's pos_embed.proj has no adapter."""
 
 RETRAIN = "set actor.lora.path to plain LoRA adapters"
 
@@ -197,7 +197,7 @@ def _initialization_problem(content: Mapping[str, Any]) -> str | None:
 
 
 def _variant_problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each key that may change the adapters' function. Unused variants are false, null or empty."""
+    """Yield a line for each key that may affect the adapters' output. Unused variants are false, null or empty."""
     for key in sorted(content.keys() - HARMLESS - CHECKED):
         if content[key] and not (key == "bias" and content[key] == "none"):
             reason = VARIANTS.get(key, "megarl does not support this key")

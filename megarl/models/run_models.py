@@ -231,8 +231,8 @@ def _teachers(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> dict
         folder = resolve(path, key=teacher.path_key, revision=teacher.revision)
         check_teacher_model(config, teacher, hf_config, read_config(folder))
         fix = (
-            "use a teacher with the actor's tokenizer. Another tokenizer would need the teacher's log-probs of its own "
-            "tokens of the same text, aligned with the sampled tokens"
+            "use a teacher with the actor's tokenizer, because megarl does not align log-probs between different "
+            "tokenizations of a text"
         )
         _check_tokenizer(config, teacher.path_key, path, folder, actor, fix)
         _check_vocabulary(teacher.path_key, path, folder, actor)

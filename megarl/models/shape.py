@@ -110,7 +110,7 @@ class ModelShape:
 
     @property
     def softmax_layers(self) -> int:
-        """Number of layers whose attention compares every pair of tokens."""
+        """Number of layers with softmax attention. The others are gated delta nets."""
         return self.num_layers - (sum(self.linear.layers) if self.linear else 0)
 
     @property
@@ -132,8 +132,8 @@ class ModelShape:
         return self.experts is not None and self.experts.layers[layer]
 
     def kind(self, layer: int) -> LayerKind:
-        """Return the kind of a layer. MTP layers have the kind of the last layer before them. In models with gated
-        delta nets, they have full attention and, as in vLLM, experts if the first layer has."""
+        """Return the kind of a layer. MTP layers have the kind of the last decoder layer. In models with gated delta
+        nets, they have full attention and, as in vLLM, experts if the first layer has them."""
         if layer >= self.num_layers and self.linear is not None:
             return LayerKind(self.has_experts(0), is_linear=False)
         layer = min(layer, self.num_layers - 1)

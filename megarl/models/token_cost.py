@@ -47,8 +47,8 @@ class TokenCost:
 
     @classmethod
     def of_model(cls, hf_config: Mapping[str, Any], trains_tower: bool = False, num_ranks: int = 1) -> TokenCost:
-        """Return the costs of a model whose text model is fully trained. With adapters, a token costs less, so that the
-        relative cost of images is too low by up to a third.
+        """Return the costs of a model whose text model is fully trained. With adapters, a token costs less, so the
+        relative cost of images is underestimated by up to a third.
 
         Args:
             num_ranks: number of ranks per replica. Token work is divided among them; every first-stage rank encodes

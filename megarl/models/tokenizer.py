@@ -109,7 +109,7 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
     for incomplete in range(1, MAX_CHARACTER_BYTES):
         if not full_text.endswith(UNDECODED):
             break
-        # Drop the tokens of the incomplete character, because with them some tokenizers omit even preceding bytes.
+        # Drop the tokens of the incomplete character. Otherwise, some tokenizers omit bytes that precede it as well.
         full_text = text_of(response_ids[: max(0, len(response_ids) - incomplete)])
     return full_text[start:].rstrip(UNDECODED)
 

@@ -27,6 +27,6 @@ def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) 
 
 
 def policy_hf_config(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Hugging Face config of the policy as engines and exports have it, without a value head."""
+    """Return the Hugging Face config of the policy in engines and exports, which have no value head."""
     mtp, policy = config.actor.mtp, add_vision(hf_config) if config.model.vision else dict(hf_config)
     return policy if mtp.loss_coefficient is None else add_mtp(policy, mtp.is_trained)

@@ -77,8 +77,8 @@ class VisionShape:
         rotary_sections: numbers of channel pairs whose angles depend on time, height and width.
         is_interleaved: whether the channels of the sections alternate instead of being consecutive.
         positions: number of learned position embeddings; 0 if the tower has only rotary embeddings.
-        window: height and width, in patches, of the windows to which attention is restricted; None if it is full.
-        full_layers: if there are windows, indices of the layers that have full attention nevertheless.
+        window: height and width, in patches, of the windows to which attention is restricted; None without windows.
+        full_layers: indices of the layers with full attention, in a tower with windows.
     """
 
     model_type: str

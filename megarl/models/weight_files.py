@@ -78,7 +78,7 @@ DEQUANTIZED = "BF16"
 
 BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
 """Suffixes of gpt-oss's stacked tensors: MXFP4 elements, uint8 [experts, rows, blocks, 16], their scales, uint8
-[experts, rows, blocks], and biases. Without a suffix, they are [experts, columns, rows]."""
+[experts, rows, blocks], and biases. A tensor without a suffix is unquantized, [experts, columns, rows]."""
 
 _SEPARATE_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.down_proj\.weight")
 _EXPERT_TENSOR = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(weight|bias)")

@@ -2,7 +2,7 @@
 hidden states and the vocabulary-sharded output weights of both models.
 
 As in linear_head.py, logits are computed in tiles and never stored. With p for the student, q for the teacher, and
-m = β·q + (1 − β)·p, the divergences and their gradients with respect to the student's logits z, divided by the
+m = β·q + (1 − β)·p, the divergences, and their gradients with respect to the student's logits after division by the
 temperature, are:
 
     forward_kl    KL(q ‖ p)                                 p − q
@@ -11,10 +11,11 @@ temperature, are:
 
 `jsd` is the generalized Jensen–Shannon divergence of GKD (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649) with
 its β. JSD / β tends to the forward KL as β → 0, and JSD / (1 − β) to the reverse KL as β → 1. At β = 0 and β = 1, where
-the formula gives 0, `jsd` is these limits, as in TRL. Just inside the interval it is small, because it is not divided.
+the formula gives 0, `jsd` returns these limits, as TRL does. It is discontinuous there: for β near 0 or 1, `jsd` itself
+is near 0, because it is not divided by β or 1 − β.
 
 The KL divergences need two matrix products in the forward pass. Their sums are relative to both models' running maxima,
-so that one pass over the vocabulary suffices. `jsd` needs both log-sum-exps first, hence a second pass. The backward
+so one pass over the vocabulary suffices. `jsd` needs both log-sum-exps first, so it makes a second pass. The backward
 pass recomputes both tiles.
 """
 
@@ -91,18 +92,19 @@ def divergence(
     targets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the divergence of each token, float32 [N]. With `targets`, return each target's log-prob, the entropy of
-    the student's distribution, and the divergence, float32 [N, 3], at no additional matrix product.
+    the student's distribution, and the divergence, float32 [N, 3], without additional matrix products.
 
     Only the student has gradients; the teacher is constant. `hidden`, `weight`, `process_group`, `bias`, `logits_dtype`
     and `targets` describe the student as in `log_prob_and_entropy`, whose candidate tokens are not supported here.
 
     Args:
-        teacher: the same tokens' hidden states, whose size may differ from the student's, and this rank's rows for the
-            same part of the vocabulary. Unsharded weights may have different numbers of padding rows.
+        teacher: the teacher's hidden states for the same tokens, and this rank's rows of its output weight, for the
+            same part of the vocabulary. The hidden size may differ from the student's. Unsharded weights may have
+            different numbers of padding rows.
         kind: forward_kl | reverse_kl | jsd.
         temperature: divisor of both models' logits, a float, or float32 [N] with one temperature per token.
         vocab_size: number of token rows in both unsharded weights. Rows beyond it are padding with probability 0.
-        beta: the teacher's share in the mixture, from 0 to 1. Has no effect unless the kind is jsd.
+        beta: weight of the teacher in the mixture, from 0 to 1. Has no effect unless the kind is jsd.
     """
     shapes = [tuple(x.shape) for x in (hidden, weight, teacher.hidden, teacher.weight)]
     if {len(shape) for shape in shapes} != {2} or hidden.shape[0] != teacher.hidden.shape[0]:
@@ -267,8 +269,8 @@ def _coefficients(
 def _tiles(
     layers: tuple[OutputLayer, OutputLayer], num_rows: int
 ) -> Iterator[tuple[slice, int, torch.Tensor, torch.Tensor]]:
-    """Yield each tile's tokens, its first row, and the student's and the teacher's logits. The two tiles have half the
-    width of the head's, and therefore need as much memory together."""
+    """Yield each tile's tokens, its first row, and the student's and the teacher's logits. Both tiles are half as wide
+    as a tile of the linear head, so together they use the same memory."""
     num_tokens, num_columns = tile()
     for first in range(0, len(layers[0].hidden), num_tokens):
         span = slice(first, first + num_tokens)
@@ -282,7 +284,7 @@ def _part(scale: torch.Tensor | None, tokens: slice) -> torch.Tensor | None:
 
 
 def _at_limits(kind: DivergenceKind, beta: float) -> DivergenceKind:
-    """Return the kind to compute: the KL divergence if jsd is at one of its limits."""
+    """Return the kind to compute: jsd with beta 0 or 1 becomes the corresponding KL divergence."""
     assert kind in get_args(DivergenceKind), kind
     limits: dict[float, DivergenceKind] = {0: "forward_kl", 1: "reverse_kl"}
     return limits.get(beta, kind) if kind == "jsd" else kind

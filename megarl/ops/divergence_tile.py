@@ -23,7 +23,7 @@ def fold(
     """Accumulate a tile into the running sums for its rows, in place. Overwrites the logits.
 
     Args:
-        logits: float32 [n, v], the student's logits. `teacher_logits` are those of the same tokens.
+        logits, teacher_logits: float32 [n, v], the student's and the teacher's logits of the same tokens.
         targets: int64 [n], target columns; a column outside the tile belongs to a different tile.
         scale: float32 [n], factor for both models' logits in each row; None means 1.
         sums: float32 [8, n], where d = z − m are logits relative to their running maximum, and ' marks the teacher:
@@ -54,7 +54,7 @@ def rebase(
     teacher_total: torch.Tensor,
     teacher_total_gap: torch.Tensor,
 ) -> None:
-    """Make the sums of `fold` relative to maxima that have risen, in place."""
+    """Rescale the sums of `fold` to the raised maxima, in place."""
     gap_decrease = rise - teacher_rise
     rescale(rise, total, (total_d, rise), (total_gap, gap_decrease))
     rescale(teacher_rise, teacher_total, (teacher_total_gap, gap_decrease))
@@ -73,7 +73,7 @@ def fold_mixture(
     Args:
         logits, teacher_logits, scale: as in `fold`; the logits are overwritten.
         normalizers: float32 [4, n]: the student's and the teacher's maximum m, and the logarithm of each Σ exp(z − m).
-            Subtracting them one after the other keeps the digits of z − m if the logits are large.
+            Subtracting them one after the other preserves the precision of z − m for large logits.
         sums: float32 [2, n].
     """
     for rows in blocks(logits):
@@ -117,7 +117,7 @@ def to_gradient(
 def log_to_mixture(gap: torch.Tensor, own: float, other: float) -> torch.Tensor:
     """Return log(p / m) for the mixture m = own · p + other · q, given gap = log p − log q.
 
-    This is −log(own + other · q / p), which stays exact where p and q differ by many orders of magnitude.
+    Computes −log(own + other · q / p), which stays accurate if p and q differ by many orders of magnitude.
     """
     return F.softplus(math.log(other / own) - gap).add_(math.log(own)).neg_()
 

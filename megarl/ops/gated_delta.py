@@ -23,7 +23,7 @@ NORM_EPS = 1e-6
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:
-    """Divide by the Euclidean norm over the last axis. The rule requires this of queries and keys."""
+    """Divide by the L2 norm over the last axis. The delta rule requires normalized queries and keys."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
@@ -117,15 +117,15 @@ class _Chunks:
 
     @cached_property
     def rounds(self) -> list[tuple[list[int], list[int]]]:
-        """The numbers of the documents and of their chunks that can be processed together, round by round. The first
-        round has the first chunk of each document."""
+        """For each round, the indices of the documents and of the chunks that are processed together. Round i contains
+        the i-th chunk of every document that has one."""
         starts = [sum(self.counts[:i]) for i in range(len(self.counts))]
         longer = [[i for i, count in enumerate(self.counts) if count > turn] for turn in range(max(self.counts))]
         return [(documents, [starts[i] + turn for i in documents]) for turn, documents in enumerate(longer)]
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """The index of each token among the chunks' tokens, int64 [T]."""
+        """The index of each token in the concatenated, padded chunks, int64 [T]."""
         lengths = self.boundaries.diff()
         starts = CHUNK * torch.tensor([0, *self.counts]).cumsum(0)[:-1]
         return torch.arange(int(self.boundaries[-1])) + (starts - self.boundaries[:-1]).repeat_interleave(lengths)

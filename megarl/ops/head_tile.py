@@ -1,4 +1,4 @@
-"""Tile kernels for the linear head in plain torch, for CPU. A few rows at a time stay in cache.
+"""Tile kernels for the linear head in plain torch, for CPU. Rows are processed in blocks that fit into the CPU cache.
 
 `megarl/ops/head_tile_triton.py` implements the same functions as CUDA kernels.
 """
@@ -80,7 +80,7 @@ def raise_maximum(maximum: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 def rescale(rise: torch.Tensor, total: torch.Tensor, *weighted: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Make running sums relative to a maximum m that has risen, in place.
+    """Rescale running sums to a raised maximum m, in place.
 
     Args:
         rise: [n].

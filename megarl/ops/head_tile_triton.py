@@ -61,7 +61,7 @@ def load_logits(logits, row, columns, width, row_stride, scale):
 
 @triton.jit
 def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.constexpr):
-    """Same as load_logits, but with NEVER for all columns with probability 0."""
+    """Same as load_logits, but also with NEVER for columns that are not kept."""
     z = load_logits(logits, row, columns, width, row_stride, scale)
     if has_kept:
         z = tl.where(tl.load(kept + row * width + columns, mask=columns < width, other=0) != 0, z, NO_LOGIT)
@@ -70,7 +70,7 @@ def _load(logits, kept, row, columns, width, row_stride, scale, has_kept: tl.con
 
 @triton.jit
 def raise_maximum(maximum, z):
-    """Return the running maximum raised to the largest z, its rise, and z relative to it."""
+    """Return the updated running maximum, its increase, and z minus the new maximum."""
     raised = tl.maximum(maximum, tl.max(z))
     return raised, raised - maximum, z - raised
 

@@ -141,7 +141,7 @@ class _Tokens:
             yield part, _Tokens(self.targets[part], *(None if x is None else x[part] for x in optional))
 
     def keeps(self, start: int, width: int) -> torch.Tensor | None:
-        """Return the candidate mask, bool [n, width], for the tile at column `start`; None for all candidates."""
+        """Return the candidate mask for the tile at column `start`, bool [n, width]; None keeps all columns."""
         if self.candidate_ids is None or self.all_candidates is None:
             return None
         columns = self.candidate_ids - start
@@ -231,7 +231,7 @@ def _add_gradients(
     coefficients: torch.Tensor,
     gradients: Gradients,
 ) -> None:
-    """Add the contribution of these tokens, which have the indices `span`."""
+    """Add the gradients from these tokens, whose indices are `span`."""
     _, num_columns = tile()
     to_gradient = tile_functions().to_gradient
     for start, logits in layer.tiles(num_columns):

@@ -1,4 +1,4 @@
-"""Scale and shift the tokens in a pack by their documents' vectors, which are not expanded for the backward pass."""
+"""Scale and shift the tokens in a pack by per-document vectors, without saving expanded vectors for backward."""
 
 from __future__ import annotations
 

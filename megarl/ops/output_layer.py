@@ -110,7 +110,7 @@ def is_sharded(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.Proces
 
 
 def held_tokens(weight: torch.Tensor, vocab_size: int, process_group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return the first token of this rank's rows, and the number of its rows that are not padding."""
+    """Return the token id of this rank's first row, and the number of its rows that are not padding."""
     first = dist.get_rank(process_group) * weight.shape[0] if is_sharded(process_group) else 0
     return first, max(0, min(weight.shape[0], vocab_size - first))
 
@@ -123,7 +123,7 @@ def scale_of(temperature: float | torch.Tensor, hidden: torch.Tensor) -> torch.T
 
 
 def raise_over_ranks(maxima: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
-    """Replace each maximum by the largest one of all ranks, in place. Return the differences."""
+    """Replace each maximum with the largest over all ranks, in place. Return the increases."""
     raised = maxima.clone()
     dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=process_group)
     rises = raised - maxima

@@ -20,7 +20,7 @@ from megarl.core.device import send
 
 LENGTH_STEP = 16
 """Bucket width in tokens. Documents whose lengths round up to the same multiple share a batch, with fewer than 16
-padding positions each."""
+padding keys each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class Documents:
         keys, queries: int64, the indices of the buckets' keys and queries, flattened and concatenated.
         outputs: int64 [n], the index of each query in `queries`, without repetitions.
         are_separate: whether `keys` equals `queries`, because all documents are whole and share no tokens.
-        are_in_order: whether, in addition, the indices are 0 to T − 1 in order, so that nothing is moved.
+        are_in_order: whether, in addition, the indices are 0 to T − 1 in order, so that no rows are moved.
         boundaries: int32 [D + 1], the beginning of each document and the end of the last one; read only if the
             documents are separate.
         longest: number of tokens in the longest document.
-        window: number of tokens to which a token attends, including itself; None means all tokens before it.
+        window: maximum number of tokens to which a token attends, including itself; None means no limit.
     """
 
     buckets: tuple[Bucket, ...]
@@ -172,14 +172,14 @@ def _padded(rows: list[NDArray[Any]], fill: bool | None = None) -> NDArray[Any]:
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return rows[index] with a deterministic gradient. The gradient of plain indexing adds up repeated
-    rows in a nondeterministic order."""
+    """Return rows[index] with a deterministic gradient. The gradient of plain indexing sums repeated rows in a
+    nondeterministic order."""
     return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
 
 def _uses_flash_attention(query: torch.Tensor, documents: Documents, dropout: float) -> bool:
-    """Return whether the kernel for packed documents is faster. On H200 it reaches 240 TFLOP/s for documents of mixed
-    lengths, where batches reach 165, but 216 for equal lengths, where a batch reaches 332."""
+    """Return whether the kernel for packed documents is applicable and faster. On H200, it reaches 240 TFLOP/s for
+    documents of mixed lengths, where batches reach 165, but 216 for equal lengths, where a batch reaches 332."""
     moves = documents.are_separate and not documents.are_in_order
     return moves and dropout == 0 and query.is_cuda and query.dtype is not torch.float32 and query.shape[-1] <= 256
 
@@ -284,8 +284,8 @@ def _with_sink(
     """Append a key whose product with a query of head h is sinks[h], and whose value is zero. query is [D, heads, Q,
     d], key and value [D, kv heads, S, d].
 
-    The key is zero but for an additional channel, in which the queries have the sink. The channels are padded to a
-    multiple of eight, which torch's fused kernels require.
+    The key is zero except in an additional channel, where it is 1 and the queries hold the sinks. Seven more channels
+    keep their number a multiple of eight, which torch's fused kernels require.
     """
     num_channels = query.shape[-1]
     channel = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)

@@ -1,7 +1,7 @@
 """Causal self-attention over a pack whose documents share tokens, in one kernel for the whole pack.
 
-FlexAttention skips score blocks that the mask leaves empty. Compiled for a GPU, it never stores scores. Shared tokens
-are processed once, even as queries.
+FlexAttention skips score blocks that the mask leaves empty. Compiled for a GPU, it never stores scores. Each shared
+token is processed once, both as a query and as a key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pack_mask(
             tokens, in order.
         key_positions: int64 [T], the pack position of each row in keys and values. Required with `query_positions`.
         device: device of the attention's inputs; by default, that of `document_tokens`.
-        window: number of tokens to which a token attends, including itself; None means all tokens before it.
+        window: maximum number of tokens to which a token attends, including itself; None means no limit.
     """
     device, tokens, bounds = device or document_tokens.device, document_tokens.cpu(), boundaries.long().cpu()
     num_tokens, lengths = int(tokens.max()) + 1, bounds.diff()
@@ -118,7 +118,8 @@ def _blocks_of_rows(ends: torch.Tensor, queries: torch.Tensor, keys: torch.Tenso
 def _in_window(
     some: torch.Tensor, every: torch.Tensor, query_offsets: torch.Tensor, key_offsets: torch.Tensor, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Restrict the masks of `_blocks` to blocks in which a distance, or every distance, may be within the window."""
+    """Restrict the masks of `_blocks`: the first to blocks in which some distance may be within the window, the second
+    to blocks in which every distance is."""
     (least, most), (least_key, most_key) = _bounds(query_offsets), _bounds(key_offsets)
     return some & (least[:, None] - most_key < window), every & (most[:, None] - least_key < window)
 

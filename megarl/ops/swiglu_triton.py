@@ -81,7 +81,7 @@ def _backward(gate_and_up, gradient, both, width, alpha, limit, clamped: tl.cons
 
 @triton.jit
 def _clamped(gate, up, limit):
-    """Return the limited gate, and the limited up plus one. Unlike minimum and maximum, comparisons keep NaN."""
+    """Return the clamped gate, and the clamped up plus one. Unlike minimum and maximum, comparisons propagate NaN."""
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, up)
     return gate, tl.where(up < -limit, -limit, up) + 1

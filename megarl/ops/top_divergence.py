@@ -5,19 +5,19 @@ Let T be the k tokens with the largest probability under the teacher at a positi
 the tokens in T, and one class for all other tokens, with probability p_rest = 1 − Σ_{i∈T} p_i under the student and
 q_rest = 1 − Σ_{i∈T} q_i under the teacher. p and q are normalized over the full vocabulary, not over T. The divergence
 over these k + 1 classes is never negative and never exceeds the one over the full vocabulary. The two are equal if k is
-the vocabulary's size. A sum over T alone is not a divergence: it can be negative, and the student can lower it by
+the vocabulary size. A sum over T alone is not a divergence: it can be negative, and the student can lower it by
 moving probability into T (forward KL) or out of T (reverse KL).
 
 T is the teacher's, as in SDFT (https://arxiv.org/abs/2601.19897) and TRL's server distillation. SDPO
 (https://arxiv.org/abs/2601.20802) has the same class for the rest, but T is the student's. The sampled token is in T
 only if the teacher considers it likely.
 
-With the student's logits z, divided by the temperature:
+With z, the student's logits after division by the temperature:
 
     ∂ log p_i / ∂z_j = 1[i = j] − p_j        ∂ log p_rest / ∂z_j = 1[j ∉ T] · p_j / p_rest − p_j
 
-The tiles are those of linear_head.py. Tokens in T are masked in them, so the sums run over the rest. p_rest is
-therefore accurate even if the tokens in T have almost all of the student's probability.
+Logits are computed in the tiles of linear_head.py. Tokens in T are masked, so the sums run over the rest, and p_rest is
+accurate even if T has almost all of the student's probability.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _over_classes(
 
 class _ListedHead(torch.autograd.Function):
     """Log-probs of targets, entropies, and the log-probs of k listed tokens and of all others, float32 [N, 2 + k + 1].
-    Negative ids are not tokens, and their columns must not have a gradient."""
+    Negative ids are padding, and the gradient of their columns must be zero."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, listed_ids, scale, vocab_size, process_group, logits_dtype):

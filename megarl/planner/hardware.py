@@ -1,4 +1,4 @@
-"""Nominal specifications of GPUs and their links, and the fraction of them that a training step achieves."""
+"""Nominal specifications of GPUs and their links, and the fractions of these that runs achieve."""
 
 from __future__ import annotations
 

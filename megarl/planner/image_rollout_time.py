@@ -15,9 +15,9 @@ DECODER_FLOPS = 1e7
 
 
 def image_rollout_time(config: Config, shape: DenoiserShape, workload: ImageWorkload, cluster: Cluster) -> RolloutTime:
-    """Return the time until all images are sampled. Each denoising step is a forward pass per branch of the guidance.
-    The transformer, the text encoder and the VAE are assumed to reach the share of the nominal throughput that was
-    measured for updates. Every engine encodes the captions of its own samples."""
+    """Return the time until all images are sampled. Each denoising step takes one forward pass per guidance branch. The
+    transformer, the text encoder and the VAE are assumed to achieve the same fraction of the nominal throughput as
+    updates, DENSE_SHARE. Every engine encodes the captions of its own samples."""
     denoising, replicas = config.rollout.denoising, config.rollout.replicas
     flops_per_second = cluster.gpu.tflops * 1e12 * DENSE_SHARE
     samples = workload.samples / replicas

@@ -50,7 +50,7 @@ without GPUs: tools/benchmarks/results/spares.json. CUDA libraries add to it."""
 
 COPIES_SHARE = 0.25
 """Share of a node's memory that copies of the trained models' state may take: half of /dev/shm, whose default size is
-half of the memory. A run whose copies take more makes none. See Recovery.fits."""
+half of the memory. If the copies would take more, the run makes none. See Recovery.fits."""
 
 COPIES, SPARES = "copies in shared memory", "spare processes"
 """Purposes of the host memory used for replacing lost ranks."""

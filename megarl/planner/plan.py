@@ -159,10 +159,10 @@ def recorded(file: Path | None) -> list[int]:
             lengths.append(length)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--lengths {file}: cannot be read ({error}). Fix: use a file in rollouts/ of a run's folder"
+            f"--lengths {file}: cannot be read ({error}). Fix: use a file from the rollouts/ folder of a run"
         ) from None
     if not lengths:
-        raise UserError(f"--lengths {file}: the file is empty. Fix: use a file in rollouts/ of a run's folder")
+        raise UserError(f"--lengths {file}: the file is empty. Fix: use a file from the rollouts/ folder of a run")
     return lengths
 
 
@@ -274,7 +274,7 @@ def _nothing_fits(config: Config, result: SearchResult, models: Models, cluster:
 def _sufficient_gpus(
     config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster
 ) -> int | None:
-    """Return a number of GPUs on which a layout fits, or None if none of MORE_GPUS times as many is enough."""
+    """Return a number of GPUs on which a layout fits, or None if no multiple in MORE_GPUS is enough."""
     for times in MORE_GPUS:
         larger = replace(cluster, num_gpus=times * cluster.num_gpus)
         if search(config, actor, models, workload, larger).plans:

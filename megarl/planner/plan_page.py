@@ -30,11 +30,11 @@ MEMORY_ROW, TIME_ROW = 48, 30
 """Heights of a memory bar and of a time bar, each with its margin, in pixels."""
 
 GPU_WIDTH = 110
-"""Minimum width of a GPU in the table, in pixels, with which eight GPUs and the node's name fit on the page."""
+"""Minimum width of a GPU's table cell, in pixels. Eight GPUs and the node's name then fit on the page."""
 
 
 def write(planned: Planned, path: Path) -> None:
-    """Write the plan page to a file that does not exist yet."""
+    """Write the plan page to a new file. Raise a UserError if the file already exists or cannot be written."""
     write_new_file("--html", path, render(planned))
 
 
@@ -49,10 +49,10 @@ def render(planned: Planned) -> str:
     step_caption = "Predicted duration of each phase in seconds, with its largest part."
     charts = (
         _figure("GPU memory per phase", memory_caption, draw_memory(best.loads, best.cluster)),
-        _figure("A step", step_caption, draw_timeline(best)),
+        _figure("Step timeline", step_caption, draw_timeline(best)),
     )
     summary = [
-        ("A step", f"{times.seconds:.1f} s"),
+        ("Step time", f"{times.seconds:.1f} s"),
         ("Fullest GPU", f"{best.fullest.total / GIB:.1f} of {best.cluster.gpu.memory_gib:g} GiB"),
         ("Model", f"{planned.num_parameters / 1e9:.3g} billion parameters"),
         *((f"{role}: pipeline bubble", f"{100 * time.bubble:.1f} %") for role, time in times.training.items()),
@@ -113,7 +113,7 @@ def draw_timeline(plan: StepPlan) -> str:
         else:
             shapes.append(_text(right + 6, y + 19, label, "start"))
     height = len(spans) * TIME_ROW
-    return _svg("A step", height, [*shapes, *_scale(step, height, "seconds")])
+    return _svg("Step timeline", height, [*shapes, *_scale(step, height, "seconds")])
 
 
 def _x(value: float, most: float) -> float:

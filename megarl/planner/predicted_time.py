@@ -16,7 +16,7 @@ from megarl.run.time_ledger import PREDICTION
 
 def predicted_causes(plan: StepPlan) -> Seconds:
     """Return the predicted seconds of a step by cause, averaged over the devices of the plan's nodes. The sum is the
-    step's duration with its share of a checkpoint. Rewards are not predicted."""
+    step's duration, including its share of a checkpoint save. Rewards are not predicted."""
     config, times = on_nodes(plan), plan.times
     each = min(plan.cluster.num_gpus, plan.cluster.gpus_per_node)
     placement = place(config, cores=1, on_gpus=True, gpus_per_node=each)

@@ -88,5 +88,5 @@ def transport_of(config: Config, figures: Figures) -> str:
     """Return a line that names the transport for the recipe's weights."""
     transport = "sent over NCCL or gloo" if config.sends_weights else "read in place, by CUDA IPC or in shared memory"
     if not config.sends_weights and figures.bytes_by_link["inter"] > 0:
-        transport += "; sent between nodes over NCCL or gloo if an engine's node does not have them"
+        transport += "; sent between nodes over NCCL or gloo if an engine's node does not hold them"
     return f"cluster.placement={config.cluster.placement}, rollout.transport={config.rollout.transport}: {transport}"

@@ -80,8 +80,9 @@ def search(
 
 
 def trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
-    """Return the GPU counts to try for each trained model. Colocated models use all GPUs. Otherwise the trained models
-    together use one quarter, one half or three quarters of the GPUs. On several nodes, each model uses whole nodes."""
+    """Return the GPU counts to try for each trained model. Colocated models use all GPUs. Without rollouts, the models
+    divide the GPUs. Otherwise, the trained models together use one quarter, one half or three quarters of the GPUs. On
+    several nodes, each model uses whole nodes."""
     if config.is_colocated or config.is_offline:
         return [cluster.num_gpus // (1 if config.is_colocated else len(config.all_trained))]
     unit = cluster.gpus_per_node if cluster.num_nodes > 1 else 1

@@ -221,7 +221,7 @@ def simulate(
     for version in range(steps):
         if version == steps // 2:
             start, busy, ages, begun, dropped = clock.now, clock.busy, [], clock.num_begun, clock.num_dropped
-        # Do not let the schedule see the end of the simulation, near which it would start fewer rollouts.
+        # Pass a constant number of remaining steps: near the end of a run, the schedule starts fewer rollouts.
         clock.begin(clock.schedule.num_to_begin(prompts_per_step, steps), lengths, version, prompts_per_step)
         for missing in range(prompts_per_step, 0, -1):
             while (group := clock.schedule.take(version, missing)) is None:

@@ -191,16 +191,18 @@ def _layers(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes that a rank sends in the forward pass through its layers, and the seconds for sending them.
 
-    Both are keyed by kind of communication. h is the hidden size, k the size of a token's keys, and b the bytes per
-    element.
+    Both are keyed by kind of communication. In the formulas, h is the hidden size, k the size of a token's keys, and b
+    the bytes per element.
+
+    - tensor: all-gather and reduce-scatter around attention and MLP: tokens · h · b · (tp − 1) / tp each.
+    - context: all-gather of keys and values: (cp − 1) · tokens · 2 k / tp · b. Gated delta nets exchange tokens for
+      heads and back instead: (cp − 1) / cp · tokens · rows / tp · b.
+    - expert: all-to-all that sends each token to its active experts and back. Ranks that share an expert gather its
+      tokens: 2 · tokens / tp · active · h · b · ((ep − 1) / ep + etp − 1).
+    - pipeline: hidden states sent to the next stage, once per virtual stage.
 
     Args:
-        tensor: all-gather and reduce-scatter around attention and MLP: tokens · h · b · (tp − 1) / tp each.
-        context: all-gather of keys and values: (cp − 1) · tokens · 2 k / tp · b. Gated delta nets exchange tokens for
-            heads and back instead: (cp − 1) / cp · tokens · rows / tp · b.
-        expert: all-to-all that sends each token to its active experts and back. Ranks that share an expert gather its
-            tokens: 2 · tokens / tp · active · h · b · ((ep − 1) / ep + etp − 1).
-        pipeline: hidden states sent to the next stage, once per virtual stage.
+        tokens: number of tokens in a microbatch, per context-parallel rank.
     """
     shape, tp = model.shape, layout.tp
     hidden = tokens * shape.hidden * num_bytes

@@ -314,7 +314,7 @@ class Packed:
         pairs_per_token: mean number of tokens to which a token attends.
         documents: the documents of one denoising step, which share a microbatch; empty for language models.
         features: mean number of image features in a microbatch.
-        most_features: number of image features in a microbatch whose responses are very short.
+        most_features: upper bound on the number of image features in a microbatch, reached if responses are empty.
         image_features: number of features in an image.
     """
 

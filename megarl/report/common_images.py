@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.jsonl import read_objects
+from megarl.core.text import counted
 from megarl.report.evaluations import prompt_section, select_fields, spread_over_prompts, strip, time_of
 from megarl.report.images import IMAGE, embed_images
 from megarl.rewards.rollout_images import image_path
@@ -42,8 +43,8 @@ class CommonImages:
 
 
 def read_common_images(runs: Sequence[Mapping[str, Mapping[int, Path]]]) -> list[CommonImages]:
-    """Read the images of all evaluation sets that have images in at least one run. The sets that the runs do not share
-    have no rows. runs: maps a set name and a step to a sample file, for each run."""
+    """Read the images of all evaluation sets that have images in at least one run. Sets that the runs do not share have
+    no rows. runs: maps a set name and a step to a sample file, for each run."""
     names = dict.fromkeys(name for files in runs for name in files)
     return [item for name in names for item in _read_set(name, [files.get(name, {}) for files in runs])]
 
@@ -105,16 +106,12 @@ def _notes(sets: Sequence[CommonImages], differing: Sequence[str]) -> Iterator[s
     if differing:
         yield f"The images of a row start from different noise, because the runs differ in {', '.join(differing)}."
     parts = [f"set {item.name}" for item in sets if not (item.num_common or item.num_different)]
-    parts += [f"{_count(item.num_different, 'sample')} of {item.name}" for item in sets if item.num_different]
+    parts += [f"{counted(item.num_different, 'sample')} of {item.name}" for item in sets if item.num_different]
     if parts:
-        yield f"Images that not all runs have for the same step and prompt are left out: {', '.join(parts)}."
+        yield f"Images that some runs lack for the same step and prompt are omitted: {', '.join(parts)}."
     if num_omitted := sum(item.num_omitted for item in sets):
         verb = "is" if num_omitted == 1 else "are"
-        yield f"{_count(num_omitted, 'image')} {verb} missing or left out, to limit the page's size."
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+        yield f"{counted(num_omitted, 'image')} {verb} missing or omitted to limit the page's size."
 
 
 def _set(item: CommonImages, names: Sequence[str], differing: Sequence[str]) -> str:

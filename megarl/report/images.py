@@ -32,8 +32,8 @@ def image_fields(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def embed_images(rollouts: Path, samples: Iterable[dict[str, Any]]) -> int:
-    """Add to each sample its image, or the preview of a large one, up to MAX_BYTES. Return the number of images that
-    are left out. Names of files that megarl does not write are removed.
+    """Embed each sample's image, or the preview of a large image, until the total size reaches MAX_BYTES. Return the
+    number of omitted images. File names that megarl would not choose are removed from the samples.
 
     Args:
         rollouts: the samples' JSONL file.

@@ -28,10 +28,10 @@ from megarl.run.folder import RunFolder
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30
-"""Seconds after which a silent connection is closed. Otherwise, other users of the machine could exhaust threads."""
+"""Seconds after which an idle connection is closed, so that other users of the machine cannot exhaust the threads."""
 
 CHARTS, POINTS = "charts", "points"
-"""Keys of the hashes of a page's charts and of its number of steps. All other keys are element ids and step numbers."""
+"""Keys for the hash of a page's charts and for its number of steps. All other keys are element ids and step numbers."""
 
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 

@@ -86,7 +86,7 @@ function card(sample, scales) {
   return element("article", "sample", [facts(sample), element("div", "texts", [prompt, answer])]);
 }
 
-// Returns the samples side by side: images in `className`, texts as cards.
+// Returns the samples side by side: images in an element of this class, texts as cards.
 function beside(samples, scales, className) {
   if (samples.every(isImage)) return element("div", className, samples.map(picture));
   const cards = samples.map((sample) => element("article", "sample", [facts(sample), response(sample, scales)]));

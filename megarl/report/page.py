@@ -48,7 +48,7 @@ class Contents:
     rollouts: Rollouts
     evaluations: list[SetSamples] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """Keys that changed in the middle of the run; see `changes_in`."""
+    """Keys that changed during the run; see `changes_in`."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
     """Health warnings; see `warnings_in`."""
     ledger: TimeLedger = field(default_factory=TimeLedger)
@@ -216,20 +216,20 @@ def notes(run: Contents) -> list[str]:
     ]
     if history.unreadable:
         texts.append(
-            f"metrics.jsonl: {_listed('line', history.unreadable)} could not be parsed and was skipped"
+            f"metrics.jsonl: skipped {_listed('line', history.unreadable)}, which could not be parsed"
             " (a killed run may leave a partial last line)."
         )
     texts += [
         f"{metric} was NaN or infinite at {_listed('step', steps)}." for metric, steps in history.nonfinite.items()
     ]
     texts += [
-        f"{metric}: {count:.0f} updates were skipped because their gradient was NaN or infinite."
+        f"{metric}: {count:.0f} skipped because of a NaN or infinite gradient."
         for metric in history.columns
         if metric.endswith("/skipped_updates") and (count := max(history.finite(metric), default=0))
     ]
     broken = [step.step for step in run.rollouts.steps if step.unreadable]
     if broken:
-        texts.append(f"The rollout file of {_listed('step', broken)} has lines that could not be parsed.")
+        texts.append(f"Some lines in the rollouts of {_listed('step', broken)} could not be parsed.")
     return texts
 
 
@@ -245,7 +245,9 @@ def rollout_note(rollouts: Rollouts) -> str:
     if kept < num_samples:
         parts.append(f"{kept} of the {num_samples} samples in these steps, evenly spaced by reward")
     num_omitted = rollouts.num_omitted_images
-    images = f" {num_omitted} of their images are missing or left out, to limit the page's size." if num_omitted else ""
+    verb = "is" if num_omitted == 1 else "are"
+    omission = f" {num_omitted} of their images {verb} missing or omitted to limit the page's size."
+    images = omission if num_omitted else ""
     if not parts:
         shown = f"This section shows all {kept} samples of the run."
         return f"{shown} Texts are limited to {MAX_CHARACTERS} characters.{images}"

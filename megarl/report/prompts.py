@@ -65,8 +65,8 @@ def _select_turn(
 
 
 def _parts(texts: Sequence[str], images: Sequence[Mapping[str, Any]], max_characters: int) -> list[Any]:
-    """Return PARTS with at most `max_characters` of text and MAX_IMAGES images. texts: those before, between and after
-    the images."""
+    """Return PARTS with at most `max_characters` of text and MAX_IMAGES images. texts: the texts before, between and
+    after the images."""
     first, *others = _shorten_all(texts, max_characters)
     parts: list[Any] = [first]
     for image, following in zip(images[:MAX_IMAGES], others, strict=False):

@@ -20,7 +20,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue and spare": ("--series-5", ("queue", "spare")),
     "not recorded": ("--warn", ("unexplained",)),
 }
-"""Group of causes -> its color and its causes."""
+"""Group of causes -> its color, and its causes."""
 
 
 def render_time(ledger: TimeLedger) -> str:
@@ -30,7 +30,7 @@ def render_time(ledger: TimeLedger) -> str:
         return ""
     note = (
         f"Completed steps took {100 * goodput(seconds):.1f} % of the allocated time. Each second of each device belongs"
-        " to one cause. Time between allocations is left out."
+        " to one cause. Time between allocations is excluded."
     )
     return f'<h2>Time</h2><p class="note">{note}</p>{_legend(ledger)}{_bars(ledger)}{_table(ledger)}'
 

@@ -16,7 +16,8 @@ class Extent:
         key, global_shape: name and shape of the checkpoint tensor.
         offset: start of the rectangle in that tensor. The tensor may have leading axes that the parameter lacks, such
             as the expert axis; an extent spans a single index on each of these axes.
-        resizable: whether the stored tensor may be longer, because another layout pads the vocabulary differently.
+        resizable: whether the stored tensor may have a different length, because other layouts pad the vocabulary
+            differently.
     """
 
     parameter: str

@@ -13,9 +13,9 @@ from megarl.resharding.transports.transport import Transport, dtype_name, view
 
 @torch.no_grad()
 def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: Transport) -> int:
-    """Write the parameters in place and return the number of bytes written. Raise a ValueError if a parameter is
-    missing, is unexpected or has the wrong shape, or if two dtypes differ and the plan has no cast between them. In
-    these cases, no parameter is modified.
+    """Write the parameters in place and return the number of bytes written. Raise a ValueError, without modifying any
+    parameter, if one is missing, unexpected or has the wrong shape, or if two dtypes differ and the plan has no cast
+    between them.
 
     Args:
         writes: the copies and fills into the holder, from plan.into(name).

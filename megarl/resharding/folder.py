@@ -40,7 +40,7 @@ def write_folder(
     verify: bool = True,
     progress: Progress = no_progress,
 ) -> int:
-    """Write the folder with one tensor in memory at a time. Return the size of the weights in bytes.
+    """Write the folder, holding one tensor in memory at a time. Return the size of the weights in bytes.
 
     Args:
         plan: a plan whose only destination is a Hugging Face holder; the holder also determines the dtypes.
@@ -116,7 +116,7 @@ def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, fo
 def _stored(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], stacked: Mapping[str, Stack]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the shapes and dtypes of the stored tensors: each stack in the place of its first member."""
+    """Return the shapes and dtypes of the stored tensors. Each stack takes the place of its first member."""
     stack_of = {name: (stored, stack) for stored, stack in stacked.items() for names in stack.experts for name in names}
     stored_shapes: dict[str, tuple[int, ...]] = {}
     stored_dtypes: dict[str, str] = {}

@@ -36,7 +36,7 @@ TOWER_LAYERS = r".*\bvisual\..*"
 
 
 class PeftFolder(AbstractContextManager):
-    """The adapters in a folder of either format, as a context manager that closes the file."""
+    """The adapters in a folder of any supported format, as a context manager that closes the file."""
 
     def __init__(self, folder: Path, lora: Lora, whole: Holder, num_experts: int):
         """`whole` is the holder of all adapter tensors for the model. Raise a UserError if the folder has no
@@ -69,7 +69,7 @@ class PeftFolder(AbstractContextManager):
 
 
 def export_format(hf_config: Mapping[str, Any]) -> AdapterFormat:
-    """Return the format in which libraries load a model's adapters. hf_config: that of the policy."""
+    """Return the format in which libraries load a model's adapters. `hf_config` is the policy's."""
     if is_denoiser(hf_config):
         return DIFFUSERS
     return PEFT if vision_of(hf_config) is None else PEFT_MULTIMODAL
@@ -78,8 +78,8 @@ def export_format(hf_config: Mapping[str, Any]) -> AdapterFormat:
 def save_adapters(
     tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path, form: AdapterFormat
 ) -> None:
-    """Write unsharded tensors as a folder in a format. A shared adapter is repeated for each expert. `base` is the path
-    or name of the base model."""
+    """Write unsharded adapter tensors to a folder in the given format. A shared adapter is repeated for each expert.
+    `base` is the path or name of the base model."""
     for_diffusers = form == DIFFUSERS
     named = {
         form.stored_name(each): tensor.clone()

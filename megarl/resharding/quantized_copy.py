@@ -1,6 +1,7 @@
 """Quantize weights to fp8 blocks as vLLM does.
 
-Each trainer rank quantizes its own shard. Where a shard boundary splits a block, the ranks all-reduce its scale.
+Each trainer rank quantizes its own shard. An all-reduce over the ranks that share a tensor makes them agree on the
+scale of a block that a shard boundary splits.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _add_largest(grid: torch.Tensor, values: torch.Tensor, piece: Piece) -> None
 
 
 def _chunks(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the index of the first row in each chunk, and the chunk."""
+    """Yield each chunk of rows with the index of its first row."""
     rows = max(1, CHUNK // values.shape[1])
     for start in range(0, len(values), rows):
         yield start, values[start : start + rows]

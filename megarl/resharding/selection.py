@@ -26,8 +26,8 @@ ONE_PROCESS = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_la
 
 
 def check_all_selections(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> None:
-    """Check the tensor patterns for all models that the run trains. The models' Hugging Face configs describe the score
-    and value heads used in training."""
+    """Check the tensor patterns of all models that the run trains. `hf_configs` maps each role to its model's config,
+    which includes the score or value head used in training."""
     for role, hf_config in hf_configs.items():
         check_selections(config.placed(role), hf_config)
 
@@ -71,7 +71,7 @@ def _refuse_single_experts(key: str, selected: Collection[str], names: Collectio
 
 def frozen_parameters(trained: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
     """Return the local names of the holder's parameters that are not trained: those that the patterns select, and the
-    MTP layer's if the MTP loss has no weight."""
+    MTP layer's unless that layer is trained."""
     key = f"{trained.section}.frozen"
     selected = select_tensors(key, trained.frozen_patterns, huggingface_holder(hf_config).shapes)
     mtp = [] if trains_mtp(hf_config) else [name for name in holder.shapes if MTP in name]

@@ -65,7 +65,7 @@ def regions(holders: Iterable[Holder]) -> list[Region]:
 
 
 def sample(whole: Sequence[Region], num_regions: int, num_elements: int) -> list[Region]:
-    """Choose at most num_regions regions deterministically and shrink each to a corner of at most num_elements."""
+    """Choose at most num_regions regions deterministically, and shrink each to at most num_elements elements."""
     chosen = random.Random(0).sample(range(len(whole)), min(num_regions, len(whole)))
     return [region._replace(rectangle=_corner(region.rectangle, num_elements)) for region in (whole[i] for i in chosen)]
 
@@ -105,8 +105,8 @@ def source_checksums(
 def check_weights(
     holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]
 ) -> dict[int, int]:
-    """Return the values of the checksums of a destination's parameters, by the region's position in `expected`. Raise a
-    RuntimeError if one of them is wrong. The message contains the first such region and both of its checksums."""
+    """Return the checksums of a destination's parameters, keyed by the region's position in `expected`. Raise a
+    RuntimeError if any of them is wrong. Its message contains the first such region and both of its checksums."""
     checksums, wrong = _compare(holder, parameters, expected)
     if wrong:
         raise RuntimeError(
@@ -127,8 +127,8 @@ def differing_regions(
 def _compare(
     holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]
 ) -> tuple[dict[int, int], list[str]]:
-    """Return the values of the checksums that the parameters have, by the region's position in `expected`, and one
-    message per difference."""
+    """Return the checksums of the parameters, keyed by the region's position in `expected`, and one message per
+    difference."""
     tensor_regions: dict[str, list[tuple[int, Region]]] = defaultdict(list)
     for position, region in enumerate(expected):
         tensor_regions[region.tensor].append((position, region))

@@ -1,4 +1,8 @@
-"""Runs a function in a forked process that can be killed, because signals cannot interrupt all code."""
+"""Runs a function in a forked process that can be killed, because signals cannot interrupt all code.
+
+A fork shares the modules that are already imported, such as SymPy. A `ChildProcess` would import them again for each
+comparison. The functions do not start processes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def in_child(function: Callable[[], float], timeout_s: float) -> float:
         if result:
             return float(result)
         if not was_killed:
-            raise TimeoutError("the comparison failed, or took too long")
+            raise TimeoutError("the comparison failed or ran out of time")
     raise ProcessLost(f"the comparison's process was killed in each of {RESTARTS + 1} attempts")
 
 

@@ -113,9 +113,9 @@ class AestheticScore:
 def checked(image: Any) -> NDArray[np.uint8]:
     """Return the image. Raise ValueError if it is not an RGB image."""
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        found = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
         raise ValueError(
-            f"expected an image, uint8 [height, width, 3], got {type(image).__name__}. Fix: use this reward for image "
-            "models only"
+            f"expected an RGB image, uint8 [height, width, 3], got {found}. Fix: use this reward for image models only"
         )
     return image
 

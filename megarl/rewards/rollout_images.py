@@ -62,8 +62,8 @@ def image_folder(rollouts: Path) -> Path:
 
 
 def image_path(rollouts: Path, name: Any) -> Path | None:
-    """Return the path of an image that a line of the JSONL file names. Return None for any name that megarl does not
-    write, because a file from another source could name a path outside its folder."""
+    """Return the path of an image that a line of the JSONL file names. Return None for a name that megarl would not
+    choose, because a file from another source could name a path outside its folder."""
     folder = image_folder(rollouts)
     if not isinstance(name, str) or not name.startswith(f"{folder.name}/"):
         return None

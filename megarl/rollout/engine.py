@@ -93,8 +93,8 @@ class TurnRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """Statistics of a refit in one engine worker: bytes written into parameters, peak size of buffers, and checksums of
-    the worker's weights, by position in `expected`."""
+    """Statistics of a refit in one engine worker: number of bytes written, peak size of transfer buffers in bytes, and
+    checksums of the worker's weights, keyed by the region's position in `expected`."""
 
     num_bytes: int
     staging_bytes: int
@@ -103,8 +103,8 @@ class SyncStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Properties of an engine that are compared with the trainer's: the dtype of its logits, the token ids of each
-    requested text, and a description of its kernels and settings."""
+    """Properties of an engine to compare with the trainer's: the dtype of its logits, the token ids of each requested
+    text, and a description of its kernels and settings."""
 
     head_dtype: str
     token_ids: tuple[tuple[int, ...], ...]
@@ -154,10 +154,10 @@ class SyncedEngine(Protocol):
         delivers whole checkpoint tensors to the engine's own weight loader."""
 
     def disconnect(self) -> None:
-        """Release the plan, the channel and all memory of the trainers, whose processes have died."""
+        """Release the plan, the channel and all mapped memory of the trainers, whose processes have died."""
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
-        """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise
+        """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise a
         RuntimeError if the weights do not match the `expected` checksums (None: not verified)."""
         ...
 
@@ -186,7 +186,7 @@ class Engine(SyncedEngine, Protocol):
         The engine executes other calls while it samples. After a refit, unfinished samples continue with the new
         weights; rollout.kv_cache_on_update decides whether their KV cache is kept or recomputed. After a failed refit,
         they wait for a successful one. Sample.versions records the weight version of each token. Canceling the call
-        aborts its requests. Raise RuntimeError if `version` is None.
+        aborts its requests. Raise a RuntimeError if `version` is None.
         """
         ...
 

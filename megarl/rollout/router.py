@@ -1,7 +1,7 @@
 """Routes rollouts to engines: placement, load, measured speed, stragglers, losses and aborts.
 
-The router serves single responses and rollouts in environments. It refers to engines and rollouts only by name. Its
-callers start the rollouts and return the samples to the router.
+The router handles single responses and rollouts in environments. It refers to engines and rollouts only by name. Its
+callers start the rollouts and pass their samples back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SLOW = 1.5
-"""Slowdown relative to the fastest engine above which an engine receives fewer requests. Smaller ones are noise."""
+"""Slowdown relative to the fastest engine above which an engine receives fewer requests. Lower values are noise."""
 
 MUCH_SLOWER = 2.0
 """Slowdown relative to the fastest engine above which idle engines restart a slow engine's prompts. At twice the time
@@ -39,7 +39,7 @@ def completed(results: list[T] | Aborted) -> list[T]:
 
 
 Abort = Callable[[str, Collection[str]], object]
-"""Function (engine, groups) that aborts these groups on the engine. A group is named by its first rollout."""
+"""Function (engine, groups) that aborts the groups on the engine. The name of a group is that of its first rollout."""
 
 
 class Router:
@@ -52,7 +52,7 @@ class Router:
 
     def __init__(self, engines: Sequence[str], weighs_speed: bool):
         """Create a router for engines with these names. `weighs_speed`: whether slower engines receive fewer requests.
-        If a step waits for all of its rollouts, it is False: otherwise the run would not be reproducible."""
+        It must be False if a step waits for all of its rollouts; otherwise, the run would not be reproducible."""
         self.engines, self.live = tuple(engines), list(engines)
         self._weighs_speed = weighs_speed
         self.losses: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class Router:
         self.load: Counter[str] = Counter()
         """Number of unfinished requests of each engine."""
         self._latencies: dict[str, float] = {}
-        """Seconds per token for each engine, averaged over the last steps."""
+        """Seconds per token for each engine, as an exponential moving average over measurements."""
         self.submissions: dict[str, Submission] = {}
         """Unfinished submissions of single groups, keyed by the first rollout. Only these can be aborted or moved."""
 
@@ -137,7 +137,12 @@ class Router:
 
 class Submission:
     """Groups that were submitted together, until each has its samples or is aborted. Alternate `place` and `collect`
-    until `is_done`. Groups of a lost or slow engine are placed again."""
+    until `is_done`. Groups of a lost or slow engine are placed again.
+
+    Consumes: the samples that engines return, in `collect`.
+    Waits for: nothing; its caller waits for the engines.
+    Unblocked by: `collect`, after which groups are complete, or are placed again on the remaining engines.
+    """
 
     def __init__(self, router: Router, groups: Sequence[Sequence[str]], abort: Abort):
         """Submit groups, each as the names of its rollouts. `abort` is a function that aborts them."""
@@ -177,7 +182,7 @@ class Submission:
         return self._assigned
 
     def collect(self, answers: Mapping[str, Sequence[Sequence[Any]] | Aborted]) -> list[str]:
-        """Record the results of the placed groups. Return the lost engines whose loss the router has not seen yet.
+        """Record the results of the placed groups. Return the lost engines whose loss the router has not recorded yet.
         `answers` maps each live engine to the samples of its rollouts, or to Aborted."""
         self._router.load.subtract(self._requests)
         lost = [name for name in self._assigned if name not in answers]

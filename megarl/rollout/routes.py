@@ -17,9 +17,9 @@ def expert_layer_routes(routed: Experts, routes: NDArray[np.integer]) -> NDArray
 
 def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int) -> NDArray[np.signedinteger]:
     """Return the routes for `num_tokens` tokens, padded with NO_ROUTE. The last sampled token has no routes, because
-    the engine has not processed it as an input. Raise RuntimeError if a token's expert indices are out of range or not
-    distinct, because training would use them. `computed` are the engine's routes, int [processed tokens, layers with
-    experts, experts per token]."""
+    the engine has not processed it as an input. Raise a RuntimeError if a token's expert indices are out of range or
+    not distinct, because training would use them. `computed` contains the engine's routes, int [processed tokens,
+    layers with experts, experts per token]."""
     layers = sum(routed.layers)
     assert computed.shape[1:] == (layers, routed.active), f"the routes have the wrong shape {computed.shape}"
     in_order = np.sort(computed, axis=-1)

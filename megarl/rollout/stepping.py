@@ -43,7 +43,7 @@ class SteppedEngine(ABC, Generic[Request, Result]):
 
     @abstractmethod
     def _wake(self) -> None:
-        """Restore all device memory that a step needs."""
+        """Restore the device memory that a step needs."""
 
     @abstractmethod
     async def _complete(self, request: Request) -> Result:
@@ -58,6 +58,8 @@ class SteppedEngine(ABC, Generic[Request, Result]):
     async def generate(
         self, requests: Sequence[Request], finished: Callable[[list[Result]], object] = lambda _: None
     ) -> list[Result]:
+        """Return results in the order of the requests, and pass newly finished results to `finished` as they arrive.
+        Raise a RuntimeError if the engine has no weights and is not paused."""
         new: list[Result] = []
 
         def report() -> None:

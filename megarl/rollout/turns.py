@@ -1,4 +1,4 @@
-"""Sample turns in another process's engine, in batches, because a remote call dominates the overhead of a turn.
+"""Sample turns in another process's engine. Turns are exchanged in batches, because remote calls dominate the overhead.
 
 The process that runs rollouts has at most one call in flight. Turns that become ready during a call are sent with the
 next one. A call returns all finished turns as soon as any turn finishes, or after TICK_S, so that new turns can be
@@ -98,8 +98,8 @@ class RemoteTurns:
                     del self._sample_ids[number]
 
     async def finish(self, sample_ids: Collection[str]) -> int:
-        """Wait until the engine samples no turn of these samples, so that it can be put to sleep. Return the number of
-        tokens in all of their turns, including aborted ones."""
+        """Wait until the engine no longer samples any turn of these samples, so that it can be put to sleep. Return the
+        number of tokens in all of their turns, including aborted ones."""
         while not set(sample_ids).isdisjoint(self._sample_ids.values()):
             await asyncio.sleep(TICK_S)
         return sum(self._num_tokens.pop(name, 0) for name in sample_ids)

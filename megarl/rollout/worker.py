@@ -16,7 +16,7 @@ from megarl.rollout.engine import SyncStats
 
 
 class WeightReceiver:
-    """Receives the trainer's weights in one worker, repeatedly and according to one plan."""
+    """Receives the trainer's weights in one worker. One plan serves all refits."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class WeightReceiver:
         self.transport = channel.open(holder.name, parameters, part, in_place)
 
     def write(self, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum] | None) -> SyncStats:
-        """Write the weights into the live parameters. Raise RuntimeError if they do not match the `expected` checksums
-        (None: not verified)."""
+        """Write the weights into the live parameters. Raise a RuntimeError if they do not match the `expected`
+        checksums (None: not verified)."""
         num_bytes = execute(self.writes, parameters, self.transport)
         checksums = {} if expected is None else check_weights(self.holder, parameters, expected)
         return SyncStats(num_bytes, self.transport.staging_bytes, checksums)

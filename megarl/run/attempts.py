@@ -27,7 +27,7 @@ class Attempt:
         restart: number of times that Slurm has requeued the job.
         saved: step of the newest checkpoint at the start of the attempt, or 0 if there was no checkpoint.
         submitted: start of the wait in Slurm's queue: when the job was submitted or, later, requeued.
-        nodes: number of nodes in the allocation, with spare ones.
+        nodes: number of nodes in the allocation, including spare nodes.
         noticed: time at which the job script noticed the end of the previous attempt in this allocation.
         ended: end of `megarl train`.
     """
@@ -62,7 +62,7 @@ class Attempts:
             replace_text(file, json.dumps(asdict(attempt)))
 
     def readable(self) -> list[tuple[Attempt, float]]:
-        """Return all attempts with undamaged records, like `all`."""
+        """Return the attempts as `all` does, but omit damaged records."""
         found = []
         for file in numbered(self._folder, "{}").values():
             with suppress(UserError, OSError):

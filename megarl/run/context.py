@@ -193,7 +193,7 @@ class RunContext:
         saver, settings, done = self.saver, self.config.checkpoint, self.state.step
         self.times.begin_steps()
         health = Health(self.config, self._earlier_rows(), [warning["name"] for warning in self.folder.warnings])
-        saver.keep()  # remove checkpoints beyond checkpoint.keep of a killed attempt
+        saver.keep()  # a killed attempt may have left more than checkpoint.keep checkpoints
         if self.state.step == 0 and (metrics := self._evaluated(evaluate)):
             JsonlSink(self.folder.metrics).write(0, metrics)
             events.send("evaluation", step=0, metrics=metrics)

@@ -55,8 +55,8 @@ def run(config: Config, out: Path, scratch: Path) -> None:
         raise UserError(f"--out {out}: the folder already exists. Fix: pass a different folder")
     if config.actor.lora.path is not None:
         print(
-            f"warning: actor.lora.path={config.actor.lora.path} is ignored: the model is evaluated without these "
-            "adapters. To evaluate them, merge a checkpoint with megarl convert adapters-to-hf",
+            f"megarl: warning: actor.lora.path={config.actor.lora.path}: the model is evaluated without these "
+            "adapters. Fix: merge a checkpoint with megarl convert adapters-to-hf, and evaluate the result",
             flush=True,
         )
     config = with_engines_only(config)

@@ -280,7 +280,8 @@ class RunFolder:
         return step
 
     def finish(self, step: int) -> None:
-        """Record in the manifest that the run finished after `step`. Remove the files for an attempt to resume it."""
+        """Record in the manifest that the run finished after `step`. Remove the files that only a resumed attempt
+        needs."""
         shutil.rmtree(self.finished, ignore_errors=True)
         manifest = self._content | {"finished_after_step": step}
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")

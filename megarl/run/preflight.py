@@ -37,6 +37,7 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError, prefix_lines
 from megarl.core.prompt import Prompt
+from megarl.core.text import counted
 from megarl.data.files import ALL_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
@@ -331,7 +332,7 @@ def _announce_logs(config: Config, models: ModelFolders) -> None:
     if (logs := log_bytes(config)) > room:
         print(
             f"megarl: warning: run.steps={config.run.steps}: the rollout logs in {path} may take up to "
-            f"{logs / 1e9:.2f} GB, but only {room / 1e9:.2f} GB are free besides the checkpoints. "
+            f"{logs / 1e9:.2f} GB, but the checkpoints leave only {room / 1e9:.2f} GB of disk space. "
             "When the disk is full, the run continues without writing rollouts",
             file=sys.stderr,
             flush=True,
@@ -357,7 +358,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
             answer = "the answer of each function's first row"
         rows["rewards"] = f"{scores or 'none'} for {answer}"
     if checked.evaluation:
-        sizes = (f"{name} ({len(prompts):,} prompts)" for name, prompts in checked.evaluation.items())
+        sizes = (f"{name} ({counted(len(prompts), 'prompt')})" for name, prompts in checked.evaluation.items())
         rows["evaluation"] = ", ".join(sizes)
     if not device.on_cuda():
         needed = sum(host_parts(config, checked.models).values())
@@ -394,8 +395,10 @@ def _distinct_images(data: PromptSet | OfflineData) -> str:
     """Return the number of distinct images in the data, and the mean and maximum number of their tokens."""
     by_digest = {image.digest: image.num_tokens for images in data.row_images.rows for image in images}
     counts = by_digest.values()
-    tokens = f" (on average {sum(counts) / len(counts):,.0f} and at most {max(counts):,} tokens)" if counts else ""
-    return f"{len(counts):,} distinct images{tokens}"
+    if not counts:
+        return "0 distinct images"
+    tokens = f"on average {sum(counts) / len(counts):,.0f} and at most {counted(max(counts), 'token')}"
+    return f"{counted(len(counts), 'distinct image')} ({tokens})"
 
 
 def _images_row(config: Config, checked: Preflight) -> str:

@@ -49,8 +49,8 @@ class ResumePoint:
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
     """Open the run folder and return the starting point that the key `resume` selects. Raise UserError if the
     checkpoint is missing, is corrupt or belongs to a different run, or the disk has no space for further checkpoints.
-    The folder is not modified, except that a Slurm job sets damaged checkpoints aside. `num_bytes` is the size of one
-    checkpoint, and `models` are the models' identities."""
+    After an error, the folder is unchanged, except that incomplete checkpoints may have been removed and a Slurm job
+    sets damaged ones aside. `num_bytes` is the size of one checkpoint, and `models` are the models' identities."""
     try:
         return _start(config, data, num_bytes, models)
     except DamagedCheckpoint as damage:

@@ -118,7 +118,7 @@ class SampleLedger:
         fields = {"kind": kind, "step": step, "timeline": timeline, "time": round(time.time(), 3), **content}
         digest, line = sealed(previous, fields)
         retry_when_full(lambda: _write_durably(self.path, size, line), self.path)
-        self._end = digest, size + len(line), timeline  # one assignment, as a signal may interrupt this code
+        self._end = digest, size + len(line), timeline  # one assignment, because a signal may interrupt this method
 
 
 def _write_durably(path: Path, size: int, line: bytes) -> None:

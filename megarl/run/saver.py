@@ -115,9 +115,9 @@ class Saver:
         return True
 
     def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
-        """Complete the checkpoint in progress, if any, if its files are written before `left_s` returns 0. The files
-        are polled, because the ranks may be in the middle of a step. A checkpoint of a step after `done`, the last one
-        with metrics, is not completed, because the run could not be resumed from it."""
+        """Wait for the files of the checkpoint in progress, if any, until `left_s` returns 0, and complete it if they
+        are written by then. The files are polled, because the ranks may be in the middle of a step. A checkpoint of a
+        step after `done`, the last step with metrics, is not completed, because the run could not resume from it."""
         unfinished = self._unfinished
         # The folder is renamed once the checkpoint is complete.
         if unfinished is None or unfinished.step > done or not unfinished.folder.exists():

@@ -112,7 +112,7 @@ class Devices:
 def partition(
     begin: float, end: float, spans: Iterable[Span], order: Callable[[Span], float]
 ) -> Iterator[tuple[float, float, Span | None]]:
-    """Cut an interval at the begins and ends of the spans. Yield each piece with the overlapping span that comes last
+    """Cut an interval at the starts and ends of the spans. Yield each piece with the overlapping span that comes last
     in this order, or None."""
     spans = [span for span in spans if span.begin < end and span.end > begin and span.begin < span.end]
     times = (time for span in spans for time in (span.begin, span.end))

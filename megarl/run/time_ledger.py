@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.files import is_plain, read_object
+from megarl.core.text import counted
 from megarl.run.attempts import Attempt, Attempts
 from megarl.run.folder import LAUNCH
 from megarl.run.time_causes import CAUSES, KEPT, LOST_WITH_STEP, Seconds, of_cause
@@ -47,7 +48,7 @@ class CauseRow:
         meaning: description of the cause, with the shares of its parts.
         share: fraction of all device-seconds.
         step_s: seconds per kept step, averaged over the devices of the newest allocation; None without a kept step.
-        planned_s: the planner's prediction for this column; None without one.
+        planned_s: the planner's prediction of `step_s`; None without one.
     """
 
     cause: str
@@ -102,12 +103,12 @@ class TimeLedger:
         return found
 
     def describe(self) -> str:
-        """Return the goodput and a table of causes, or a line that says that there are no records."""
+        """Return the goodput and a table of causes or, without records, a line that states this."""
         seconds = self.seconds
         total = sum(seconds.values())
         if total <= 0:
             return "goodput: unknown, because the run has no time records"
-        attempts, allocations = _count(self.num_attempts, "attempt"), _count(self.num_allocations, "allocation")
+        attempts, allocations = counted(self.num_attempts, "attempt"), counted(self.num_allocations, "allocation")
         first = f"goodput: steps whose results were kept took {100 * goodput(seconds):.1f} % of the allocated time"
         lines = [f"{first} ({total / 3600:,.2f} device-hours including queue time, {attempts}, {allocations})"]
         if self.predicted:
@@ -145,10 +146,6 @@ def add(parts: Iterable[Mapping[str, float]]) -> Seconds:
     return dict(total)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
 def read_ledger(run: Path, now: float | None = None) -> TimeLedger:
     """Read the ledger of the run in the folder `run`. Damaged and deleted records are not errors: their time is
     `unexplained`. The newest allocation ends at `now`; None: at its last complete record."""
@@ -156,7 +153,7 @@ def read_ledger(run: Path, now: float | None = None) -> TimeLedger:
 
 
 def _predicted(run: Path) -> Seconds:
-    """Return the prediction in a run's folder, without values that are not predictions."""
+    """Return the prediction in a run's folder. Omit invalid values."""
     values: dict[str, Any] = {}
     with suppress(UserError, OSError):
         values = read_object(run / PREDICTION)
@@ -284,7 +281,8 @@ def _allocations(
 
 
 def _fill(allocation: _Allocation, devices: float) -> Iterator[Interval]:
-    """Yield contiguous intervals from the begin of the allocation to its end. They sum to its time on all devices."""
+    """Yield contiguous intervals from the start of the allocation to its end. Their device-seconds sum to its duration
+    times `devices`."""
     events = _events(allocation)
     used = allocation.used or devices
     rows = [(row, times.start.devices) for times in allocation.attempts for row in times.rows]

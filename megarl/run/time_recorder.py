@@ -29,7 +29,7 @@ from megarl.run.time_ledger import goodput, read_ledger
 from megarl.run.time_records import FILE, Row, Start
 
 IMPORTED = time.time()
-"""Approximate end of the driver's imports, because this module is among the last."""
+"""Approximate end of the driver's imports: this module is among the last to be imported."""
 
 REMEMBERED = 1000
 """Number of recent steps whose time becomes `repeated` if the same attempt repeats them."""
@@ -38,8 +38,8 @@ ROWS = OptionalLog("records of time")
 
 
 class TimeRecorder:
-    """Writes contiguous rows of device-seconds by cause, from the start of the driver's process to its end. Records of
-    time never stop a run."""
+    """Writes contiguous rows of device-seconds by cause, from the start of the driver's process to its end. A failed
+    write never stops the run."""
 
     def __init__(self, folder: RunFolder, placement: Placement, after_step: int, samples_while_training: bool = False):
         """after_step: the step after which the attempt resumes. samples_while_training: see Devices."""
@@ -47,7 +47,7 @@ class TimeRecorder:
         self._devices = Devices.of(placement, samples_while_training)
         self._step, self._is_started = after_step, False
         self._steps: deque[tuple[int, Seconds]] = deque(maxlen=REMEMBERED)
-        # Start at the start of the parent process, the supervisor.
+        # The attempt began with the parent process, the supervisor.
         self._at = process_begin(os.getppid()) if VARIABLE in os.environ else time.time()
         allocated = float(os.environ.get(ALLOCATED, 0.0))
         job = os.environ.get("SLURM_JOB_ID", "") if allocated else ""
@@ -63,7 +63,7 @@ class TimeRecorder:
         self.end_start("checks")
 
     def end_start(self, part: str, now: float | None = None) -> None:
-        """Record a part of the start-up, which began at the end of the previous part and ends `now`."""
+        """Record a part of the start-up, which began at the end of the previous part and ends at `now`."""
         now = time.time() if now is None else now
         self._record(now, start_seconds(self._at, now, self._spans.read(), self._devices, part))
 
@@ -105,7 +105,7 @@ class TimeRecorder:
                     self._seconds["repeated"] += value
 
     def _record(self, now: float, seconds: Seconds, step: int | None = None, outcome: str = "") -> None:
-        """Write the row that ends `now`. Write nothing if the clock was set back."""
+        """Write the row that ends at `now`. Write nothing if the clock was set back."""
         if now > self._at:
             rounded = {cause: round(value, 6) for cause, value in seconds.items()}
             row = asdict(Row(self._at, now, rounded, step, outcome))

@@ -103,7 +103,7 @@ def _read(logs: Path) -> AttemptTimes | None:
 
 
 def parse_start(values: Mapping[str, Any]) -> Start | None:
-    """Return the first row of an attempt, or None if the values are not such a row."""
+    """Return the first row of an attempt with these values, or None if they are invalid."""
     kinds = {"begin": float, "after_step": int, "devices": int, "nodes": int, "job": str, "restart": int}
     kinds["allocated"] = float
     if values.keys() != kinds.keys() or not all(is_plain(values[name], kind) for name, kind in kinds.items()):
@@ -113,7 +113,7 @@ def parse_start(values: Mapping[str, Any]) -> Start | None:
 
 
 def parse_row(values: Mapping[str, Any]) -> Row | None:
-    """Return a row, or None if the values are not one."""
+    """Return the row with these values, or None if they are invalid."""
     begin, end, seconds = values.get("begin"), values.get("end"), values.get("seconds")
     step, outcome = values.get("step"), values.get("outcome", "")
     if not (is_plain(begin, float) and is_plain(end, float) and begin < end and isinstance(seconds, dict)):

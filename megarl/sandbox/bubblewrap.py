@@ -81,7 +81,7 @@ def _isolation(limits: schema.Sandbox) -> list[str]:
         *(option for folder in SYSTEM for option in _system_folder(folder)),
         *(option for path in ETC for option in ("--ro-bind-try", path, path)),
         *("--proc", "/proc", "--remount-ro", "/proc"),
-        # Replace /dev/zero by /dev/full, which reads the same but cannot be mapped as shared memory.
+        # Replace /dev/zero with /dev/full, which also reads as zeros but cannot be mapped as shared memory.
         *("--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"),
         *("--size", size, "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--size", size, "--perms", "1777", "--tmpfs", FOLDER),

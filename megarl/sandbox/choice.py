@@ -26,8 +26,8 @@ INSTALL = (
 
 class Unsafe(Provider):
     """Runs programs as ordinary processes of this user, with access to the network and all of the user's files. Limits
-    other than those on files and processes are enforced. A program's processes are killed with it, but a program can
-    evade this. Each sandbox has its own folder, but programs are not confined to it."""
+    are enforced, except for those on the number and the total size of files. A program's processes are killed with it.
+    A hostile program can evade both. Each sandbox has its own folder, but programs are not confined to it."""
 
     name = "unsafe"
 

@@ -32,7 +32,8 @@ SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class Provider(ABC):
-    """Base class of isolation methods. Each applies the limits of the config section `sandbox`."""
+    """Base class of sandbox providers, one per isolation method. Providers apply the limits of the config section
+    `sandbox`."""
 
     name: ClassVar[str]
 

@@ -10,8 +10,8 @@ from megarl.sandbox.sandbox import Finished, Sandbox
 LIMITS = {
     "wall_s": "it ran too long",
     "deadline": "the time limit for all calls has been reached",
-    "cpu_s": "it took too much CPU time",
-    "memory_mib": "it took too much memory",
+    "cpu_s": "it used too much CPU time",
+    "memory_mib": "it used too much memory",
     "processes": "it had too many processes",
     "files": "it had too many files",
 }

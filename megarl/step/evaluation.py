@@ -22,6 +22,7 @@ from megarl.core.completion import NO_DRAFTS
 from megarl.core.prompt import Prompt
 from megarl.core.sample import SampleRef
 from megarl.core.score import Score
+from megarl.core.text import counted
 from megarl.core.timing import Stopwatch
 from megarl.data.prompts import PromptSet
 from megarl.environments.protocol import StopReason
@@ -77,7 +78,7 @@ class SetResult:
         most = self.settings.samples_per_prompt
         names = [name for name in (f"avg@{most}", f"pass@{most}", f"pass^{most}") if name in self.estimates]
         shown = [f"{name} {_shown(self.estimates[name])}" for name in names]
-        size = f"{self.num_prompts} prompts × {most}"
+        size = f"{counted(self.num_prompts, 'prompt')} × {most}"
         if self.failure is not None:
             shown.append(f"{self.shares['failed_frac']:.1%} failed (first failure: {self.failure})")
         return f"{self.settings.name} ({size}): {', '.join(shown)}"

@@ -20,17 +20,21 @@ from megarl.rewards.finished_files import GroupFile, write_durably
 from megarl.step.state import PendingPrompt
 
 AFTER, RECORD = "after_{:06d}", "record.json"
-"""Folder for the groups that finish after the checkpoint of a step (0: before the first one), and file in it with all
-that determines whether a later attempt can use these groups."""
+"""Folder for the groups that finish after the checkpoint of a step (0: before the first one), and the file in it that
+records the config, data, code and weights, from which a later attempt decides whether it can use these groups."""
 
 
 @dataclass(slots=True)
 class FinishedRollouts:
-    """Tells the reward process where to write groups as they finish, and returns those of earlier attempts.
+    """Makes the reward process record groups in files as they finish, and returns the groups of earlier attempts.
 
     A group is used only if the run has the same weights as those that sampled it: the checkpoint's or older ones, or
     newer ones that a resumed run has trained again with the same checksums. Updates on GPUs are not reproducible, so
-    groups of newer weights are written only if `reproduces`.
+    groups sampled from newer weights are recorded only if `reproduces`.
+
+    Consumes: files of groups, which the reward process writes.
+    Waits for: nothing; a group without a complete file is sampled again.
+    Unblocked by: `begin` with a new checkpoint, without which no files are written.
 
     Attributes:
         origin: JSON values that identify the data and the user's code, with the keys `data` and `code`.
@@ -71,8 +75,9 @@ class FinishedRollouts:
         self.rewards.begin_finished(self._current, step)
 
     def restore(self, step: int, moved: Path | None = None) -> None:
-        """Find the groups that earlier attempts have written since the checkpoint of `step`; 0 without one. Groups with
-        other settings or data are removed. moved: the folder of an earlier attempt whose run folder was moved aside."""
+        """Find the groups that earlier attempts have written since the checkpoint of `step`; 0 without one. Remove
+        groups with different settings or data. moved: the folder of an earlier attempt whose run folder was moved
+        aside."""
         if step == 0 and self.config.checkpoint.every_steps is None:
             return  # without checkpoints, files would accumulate
         if moved is not None and (moved / AFTER.format(0)).exists() and not self.folder.exists():
@@ -92,8 +97,9 @@ class FinishedRollouts:
         self._names = set(self._earlier)
 
     def note_weights(self, version: int, weights: Mapping[str, Any]) -> None:
-        """Use earlier attempts' groups from the weights that the engines have received, and write the groups that they
-        sample from now on. weights: their digests (Refit.weights)."""
+        """Record the weights that the engines have received. Load the groups that earlier attempts sampled from these
+        or older weights, and write the groups that the engines sample from now on. Discard earlier attempts' groups
+        from this or newer versions unless the weights are known to be the same. weights: digests (Refit.weights)."""
         if self._step is None or self.config.samples_images:
             return
         is_in_checkpoint = version == self._step > 0
@@ -127,8 +133,8 @@ class FinishedRollouts:
         return self._found.pop(chosen)
 
     def free_places(self, number: int, first: int, count: int) -> Sequence[int]:
-        """Return positions in the step for `count` groups to sample, starting at `first`. Positions that the earlier
-        attempt's groups have in their names are skipped, so that names remain unique."""
+        """Return the positions in the step of `count` groups to sample, starting at `first`. Skip positions that occur
+        in the names of earlier attempts' groups, so that names remain unique."""
         places = range(first, first + count + len(self._names))
         return [place for place in places if f"{number}.{place}" not in self._names][:count]
 

@@ -191,8 +191,8 @@ class RolloutQueue:
         self._schedule.finish(group)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[SampleRef]]:
-        """Wait for the groups that this step trains on. Return their samples in the order in which the
-        groups started."""
+        """Wait for the groups that this step trains on. Return their samples in the order in which the groups
+        started."""
         taken: list[Group] = []
         while len(taken) < wanted:
             self._note_finished()

@@ -13,7 +13,7 @@ from megarl.step.scoring import is_informative
 from megarl.step.state import PendingPrompt
 
 MAX_REASON = 120
-"""Maximum number of characters of the reason why a rollout has no score."""
+"""Maximum length, in characters, of the reason why a rollout has no score."""
 
 Record = Mapping[str, Any]
 """JSON values of a step's record. Tables are objects with one list per column."""

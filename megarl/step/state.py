@@ -75,7 +75,12 @@ class PendingPrompt:
 @dataclass
 class RunState:
     """The driver's state after `step` steps, from which a run can resume. The weight version at that point is also
-    `step`."""
+    `step`.
+
+    Consumes: rows from the cursor, in `draw`.
+    Waits for: nothing; the queue waits for the rows' rollouts.
+    Unblocked by: the queue, which takes rows out of `under_way` or puts them back.
+    """
 
     step: int
     cursor: PromptCursor | WeightedCursor

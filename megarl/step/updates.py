@@ -42,7 +42,7 @@ def prepare_updates(
 ) -> StepUpdates:
     """Compute per-token rewards and baselines, dispatch the samples to the ranks, and run the forward-only passes that
     the updates need. An implicit reward model is trained first, because it provides rewards. `average` is the moving
-    average of earlier steps' rewards, updated with the rewards in this step."""
+    average of earlier steps' rewards, updated with this step's rewards."""
     trained = [
         [replace(item, is_stale=item.version_oldest < number - 1) for item in group] for group in rollouts.chosen
     ]

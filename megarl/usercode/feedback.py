@@ -13,8 +13,8 @@ MAX_FEEDBACK = 32_000
 
 def split_feedback(value: Any) -> tuple[Any, str]:
     """Split a value returned by user code into the reward and the feedback. Only a dict with exactly the keys `reward`
-    and `feedback` contains feedback, as text or None. With a number as `feedback`, the dict is two named rewards. Raise
-    a TypeError for any other feedback."""
+    and `feedback` contains feedback, as text or None. If `feedback` is a number, both values are named rewards. Raise a
+    TypeError for any other feedback."""
     if not isinstance(value, Mapping) or value.keys() != {"reward", "feedback"}:
         return value, ""
     feedback = value["feedback"]

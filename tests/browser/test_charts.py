@@ -13,11 +13,9 @@ from megarl import report
 from megarl.report import comparison
 from tests.browser.chromium import Tab, browse_with
 from tests.live_report import serving
+from tests.timing import PAGE_CPU_S
 
 NUM_STEPS = 50
-OPEN_CPU_S = 2
-"""CPU seconds of the page's main thread until the first charts of a long run are drawn."""
-
 HOSTILE = "own/</script><img src=x onerror=alert(1)>"
 
 
@@ -248,7 +246,7 @@ def test_long_run_opens_with_few_charts(tmp_path: Path) -> None:
     assert len({**row(10), **metrics}) - 1 == 120
     with browse_with(tmp_path, report.write(folder).as_uri()) as tab:
         tab.until(f"{DRAWN}('Reward')")
-        assert tab.cpu_seconds() < OPEN_CPU_S
+        assert tab.cpu_seconds() < PAGE_CPU_S
         assert tab.eval("figures.size") > 110 > 20 > tab.eval("document.querySelectorAll('canvas').length")
         tab.eval("document.getElementById('others').open = true; window.scrollTo(0, document.body.scrollHeight)")
         tab.until(f"{DRAWN}('own/107')")

@@ -201,7 +201,7 @@ def test_captions_are_escaped_and_omitted_images_named(tmp_path: Path, monkeypat
         assert notes[0] is None and notes[-1].startswith("not shown: 2.2.")
         assert not tab.eval("document.querySelector('main b:not(.reward)')")
         note = tab.eval("document.getElementById('rollout-note').textContent")
-        assert "of their images are missing or left out" in note
+        assert "of their images are missing or omitted" in note
         assert tab.problems == []
 
 

@@ -28,18 +28,13 @@ from megarl.run.time_records import read_times
 from tests.cluster.jobs import Launched
 from tests.cluster.machines import Machine
 from tests.cluster.slurm import Slurm
-from tests.timing import NODE_DOWN_S, RUN_S, SOAK_TIMEOUT_S, SOAK_WAIT_S, wait_until
+from tests.timing import ASK_S, NODE_DOWN_S, RUN_S, SOAK_HEAL_S, SOAK_TIMEOUT_S, SOAK_WAIT_S, wait_until
 
 SPACING = 5
 """Steps between two faults, on average."""
 
 AFTER = 3
 """Number of steps after each fault whose delay is measured. They all end before the next fault."""
-
-HEALS_S = 10
-"""Duration of temporary faults, in seconds."""
-
-POLL_S = 0.5
 
 DRIVER, SUPERVISOR = "driver", "supervisor"
 PATTERNS = {
@@ -192,7 +187,7 @@ class Soak:
                 for machine in self._lost:
                     self._boot_again(machine)
                 self._lost.clear()
-            time.sleep(POLL_S)
+            time.sleep(ASK_S)
 
     def _boot_again(self, machine: Machine) -> None:
         """Boot a lost machine again. A machine without a connection must have ended its part of the run by itself."""
@@ -213,12 +208,12 @@ class Soak:
             return f"process {pid} on {machine.name}"
         if kind == "partition that heals":
             other.cut()
-            time.sleep(HEALS_S)
+            time.sleep(SOAK_HEAL_S)
             other.mend()
             return other.name
         if kind == "full shared memory":
             first.run("bash", "-c", FILL)
-            time.sleep(HEALS_S)
+            time.sleep(SOAK_HEAL_S)
             first.run("mount", "-o", "remount,size=4g", "/dev/shm")
             return first.name
         if kind == "corrupt newest checkpoint":

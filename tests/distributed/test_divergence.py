@@ -13,6 +13,7 @@ from megarl.ops.output_layer import OutputLayer
 from tests.closeness import expected, limit, relative_error
 from tests.divergence_case import KINDS, DivergenceCase, plain, tiled
 from tests.forked import run_ranks
+from tests.timing import RANKS_S
 
 SIZES = [(100, 102, 120), (100, 180, 102), (7, 12, 18), (101, 150, 150)]
 """Vocabulary size, and the rows of the student's and the teacher's weight. In the second one, a third rank holds only
@@ -38,7 +39,7 @@ def shard(layer: OutputLayer, rank: int, world_size: int, num_rows: int | None =
 
 
 def join(store, rank: int, world_size: int) -> None:
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=RANKS_S))
     output_layer.CPU_TILE, head_tile.BLOCK = (16, 24), 100
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.cluster.rank_batch import RankBatch, join_by_sample, with_prompt
 from megarl.config.schema import Config
@@ -24,6 +25,7 @@ from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.teacher import TeacherWorker
 from megarl.ops.top_tokens import TopTokens
+from megarl.step.dispatch import dispatch
 from tests.closeness import Expected, assert_close, close_to, expected, load
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
@@ -36,8 +38,9 @@ from tests.parity import (
     local_batch,
     own_batch,
     random_groups,
+    separate_experts,
 )
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 LAYOUTS = {
     "1 process": "{}",
@@ -46,18 +49,26 @@ LAYOUTS = {
     "PP2": "{pp: 2}",
     "CP2": "{cp: 2}",
     "DP2": "{dp: 2}",
+    "PP2, TP3": "{pp: 2, tp: 3}",
 }
-GROUPS = [[(sample, 0.0) for sample, _ in group] for group in random_groups(0)]
+EXPERT_LAYOUTS = {"EP2": "{dp: 2, ep: 2}"}
+GROUPS = [
+    [(replace(sample, response_ids=tuple(3 * i for i in sample.response_ids)), 0.0) for sample, _ in group]
+    for group in random_groups(0)
+]
+"""Groups without rewards. Their tokens are below 100, or in responses below 300."""
 SAMPLES = [sample for group in GROUPS for sample, _ in group]
-COEFFICIENT, VOCAB = 0.7, 128
+COEFFICIENT, VOCAB = 0.7, 300
+"""With TP3, Megatron pads the vocabulary to 384 rows, so that each rank has tokens, and one of them also padding."""
 MIXED = {"idle": 2.0, "large": 1.0, "small": 0.5}
 """Teacher -> weight. No sample belongs to the idle teacher's sources."""
 SCORED_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
 """Ids of the samples that the small teacher scores. The large teacher scores all samples."""
 
 TOP_K = 5
-IMPOSSIBLE = -1e4
-"""Log-prob of a token that the student's vocabulary lacks."""
+IMPOSSIBLE = -80.0
+"""Log-prob of a token that the student's vocabulary lacks. Its probability is negligible, but not 0, so that the
+logarithm of the mixture is finite."""
 
 States = dict[str, dict[str, torch.Tensor]]
 """Teacher -> sample id -> final hidden state for each response token, [R, h], or most probable tokens."""
@@ -65,19 +76,20 @@ States = dict[str, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Students, teachers of the same size, one of them with fewer embedding rows, and a larger teacher with more
-    embedding rows."""
-    sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96)
+    """Students, dense and with experts, teachers of the same size, one of them with fewer embedding rows, and a larger
+    teacher with more embedding rows."""
+    sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96, vocab_size=VOCAB)
     larger = dict(num_heads=6, num_kv_heads=3, hidden_size=192, intermediate_size=144, num_layers=4)
     kinds = {
         "tied": sizes | {"seed": 0},
         "untied": sizes | {"seed": 0, "tied": False},
         "small": sizes | {"seed": 1},
-        "short": sizes | {"seed": 3, "vocab_size": 112},
-        "large": larger | {"seed": 2, "tied": False, "vocab_size": 300},
+        "short": sizes | {"seed": 3, "vocab_size": VOCAB - 16},
+        "large": larger | {"seed": 2, "tied": False, "vocab_size": VOCAB + 172},
     }
     folders = {name: write_tiny_llama(tmp_path_factory.mktemp(name), **keys) for name, keys in kinds.items()}
-    return folders | {"idle": folders["small"]}
+    experts = write_tiny_experts(tmp_path_factory.mktemp("experts"), vocab_size=VOCAB)
+    return folders | {"idle": folders["small"], "experts": experts}
 
 
 def recipe(folders: dict[str, Path], student: str, weights: Mapping[str, float], *overrides: str) -> Config:
@@ -157,6 +169,13 @@ def plain_divergence(kind: str, beta: float, log_p: torch.Tensor, log_q: torch.T
     return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
 
 
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradients by their names in a checkpoint, which has a tensor for each expert."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert torch.stack([gradient.norm() for gradient in gradients.values()]).norm() > 0.01
+    return separate_experts(revert_weight_conversion(model, gradients))
+
+
 class Distilled(NamedTuple):
     """The loss of an update, its gradients, and the mean divergence from each teacher over the tokens that it
     scores."""
@@ -173,7 +192,6 @@ def plain_update(
     kind: str,
     beta: float,
     top_k: int | None,
-    temperature: float = TEMPERATURE,
 ):
     """Return the expected result. The loss averages c·Σ_k w_k·D_k over the trained tokens of each sample, then over
     samples."""
@@ -185,16 +203,16 @@ def plain_update(
         for sample in SAMPLES:
             mask = torch.tensor(sample.response_mask)
             own = hidden_states(model, sample)
-            log_p = log_probs(model, own, temperature)
+            log_p = log_probs(model, own)
             loss = log_p.sum() * 0
             for name, teacher in teachers.items():
                 if is_scored(name, sample, len(weights)) and mask.any():
                     with torch.no_grad():
                         hidden = hidden_states(teacher, sample)
-                        log_q = (teacher.lm_head(hidden) / temperature).log_softmax(-1)
+                        log_q = (teacher.lm_head(hidden) / TEMPERATURE).log_softmax(-1)
                     if top_k is None:
                         size = min(VOCAB, log_q.shape[1])
-                        distributions = [log_probs(*of, temperature, size) for of in ((model, own), (teacher, hidden))]
+                        distributions = [log_probs(*of, vocab_size=size) for of in ((model, own), (teacher, hidden))]
                     else:
                         distributions = over_top(log_p, log_q)
                     divergence = plain_divergence(kind, beta, *distributions)[mask]
@@ -203,11 +221,8 @@ def plain_update(
             losses.append(loss)
         total = torch.stack(losses).mean()
         total.backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        assert torch.stack([gradient.norm() for gradient in gradients.values()]).norm() > 0.01
-        return Distilled(
-            total.item(), gradients, {name: sum(found) / len(found) for name, found in values.items() if found}
-        )
+        means = {name: sum(found) / len(found) for name, found in values.items() if found}
+        return Distilled(total.item(), gradients_of(model), means)
 
     return expected(compute)
 
@@ -222,16 +237,14 @@ def distill(store, rank: int, config: Config, folder: Path, states: States) -> R
     return RankResult(worker.holder, gradients, {}, metrics)
 
 
-def assert_distills(
-    folders, student, weights, layout, kind, beta=0.5, top_k=None, overrides=(), temperature=TEMPERATURE
-):
-    keys = (f"algorithm.distillation.divergence={kind}", f"algorithm.distillation.beta={beta}", *overrides)
+def assert_distills(folders, student, weights, layout, kind, beta=0.5, top_k=None):
+    keys = (f"algorithm.distillation.divergence={kind}", f"algorithm.distillation.beta={beta}")
     keys += () if top_k is None else (f"algorithm.distillation.top_k={top_k}",)
-    config = recipe(folders, student, weights, f"actor.layout={LAYOUTS[layout]}", *keys)
+    config = recipe(folders, student, weights, f"actor.layout={(LAYOUTS | EXPERT_LAYOUTS)[layout]}", *keys)
     exact_states, _ = teacher_states(folders, weights, top_k)
     states = {name: {i: x.float() for i, x in found.items()} for name, found in exact_states.items()}
     ranks = run_ranks(config.actor.layout.world_size, distill, config, folders[student], states)
-    exact, plain = plain_update(folders, student, weights, kind, beta, top_k, temperature)
+    exact, plain = plain_update(folders, student, weights, kind, beta, top_k)
     assert_close(canonical(folders[student], ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
     metrics = merge([rank.metrics for rank in ranks if rank.metrics])
     names = {f"kl/teacher_{name}": name for name in exact.means}
@@ -253,6 +266,8 @@ def assert_distills(
         pytest.param("tied", "TP3", "forward_kl", 0.5, marks=pytest.mark.exhaustive),
         pytest.param("tied", "DP2", "jsd", 0.9, marks=pytest.mark.exhaustive),
         pytest.param("untied", "DP2", "reverse_kl", 0.5, marks=pytest.mark.exhaustive),
+        pytest.param("tied", "PP2, TP3", "jsd", 0.5, marks=pytest.mark.exhaustive),
+        pytest.param("experts", "EP2", "reverse_kl", 0.5, marks=pytest.mark.exhaustive),
     ],
 )
 def test_divergence_from_several_teachers_matches_full_logits(folders, student, layout, kind, beta):
@@ -268,6 +283,8 @@ def test_divergence_from_several_teachers_matches_full_logits(folders, student, 
         pytest.param("tied", "CP2", "forward_kl", marks=pytest.mark.exhaustive),
         pytest.param("untied", "PP2", "reverse_kl", marks=pytest.mark.exhaustive),
         pytest.param("untied", "TP3", "jsd", marks=pytest.mark.exhaustive),
+        pytest.param("untied", "PP2, TP3", "forward_kl", marks=pytest.mark.exhaustive),
+        pytest.param("experts", "EP2", "jsd", marks=pytest.mark.exhaustive),
     ],
 )
 def test_divergence_from_one_teacher_is_the_plain_one(folders, student, layout, kind):
@@ -290,13 +307,89 @@ def test_teacher_may_have_fewer_embedding_rows(folders, student, weights, layout
     assert metrics["policy/ratio_mean"].value == pytest.approx(1, abs=1e-5)
 
 
-def test_fine_tuning_without_nll_trains_on_the_divergence_alone(folders):
-    overrides = (
-        *("algorithm.objective={name: sft, nll_coefficient: 0}", "algorithm.advantage.estimator=grpo"),
-        *("data={source: rows.jsonl, format: messages}", "rollout.temperature=1.0"),
+class FineTuned(NamedTuple):
+    """The gradients of an update on given data, and the means over its tokens."""
+
+    gradients: dict[str, torch.Tensor]
+    loss: float
+    nll: float
+    means: dict[str, float]
+
+
+def fine_tune(store, rank: int, config: Config, folder: Path, states: States) -> RankResult:
+    """Run one update on given data on one rank."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    refs = [SampleRef.of(sample, sample) for sample in SAMPLES]
+    scores = {f"teacher/{name}": found for name, found in states.items()}
+    batch = local_batch(dispatch(config, refs, worker.packing, scores=scores)[worker.data_parallel_rank])
+    gradients = capture_gradients(worker)
+    metrics = worker.update(batch)
+    return RankResult(worker.holder, gradients, {}, metrics)
+
+
+def plain_fine_tuning(
+    folders, student: str, weights: Mapping[str, float], kind: str, nll_coefficient: float
+) -> Expected[FineTuned]:
+    """Return the expected result. The loss is the mean of −nll_coefficient·log π + c·Σ_k w_k·D_k over the trained
+    tokens."""
+
+    def compute() -> FineTuned:
+        model = load(AutoModelForCausalLM, folders[student])
+        teachers = {name: load(AutoModelForCausalLM, folders[name]) for name in weights}
+        losses, nlls, values = [], [], {name: [] for name in weights}
+        for sample in SAMPLES:
+            mask = torch.tensor(sample.response_mask)
+            log_p = log_probs(model, hidden_states(model, sample), temperature=1.0)
+            nll = -log_p.gather(1, torch.tensor(sample.response_ids).long()[:, None])[:, 0]
+            loss = nll_coefficient * nll
+            for name, teacher in teachers.items():
+                if is_scored(name, sample, len(weights)):
+                    with torch.no_grad():
+                        log_q = log_probs(teacher, hidden_states(teacher, sample), temperature=1.0)
+                    divergence = plain_divergence(kind, 0.5, log_p, log_q)
+                    values[name] += divergence[mask].tolist()
+                    loss = loss + COEFFICIENT * weights[name] * divergence
+            losses.append(loss[mask])
+            nlls += nll[mask].tolist()
+        loss = torch.cat(losses).mean()
+        loss.backward()
+        means = {name: sum(found) / len(found) for name, found in values.items()}
+        return FineTuned(gradients_of(model), loss.item(), sum(nlls) / len(nlls), means)
+
+    return expected(compute)
+
+
+@pytest.mark.parametrize(
+    ("student", "weights", "layout", "kind", "nll_coefficient"),
+    [
+        ("tied", {"large": 1.0}, "PP2", "jsd", 1.0),
+        ("tied", {"large": 1.0}, "1 process", "forward_kl", 0.0),
+        pytest.param(
+            *("untied", {"large": 1.0, "small": 0.5}, "TP3, sequence parallel", "forward_kl", 0.5),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_fine_tuning_adds_the_divergence_to_its_loss(folders, student, weights, layout, kind, nll_coefficient):
+    models = ", ".join(f"{{name: {name}, path: {folders[name]}, weight: {w}}}" for name, w in weights.items())
+    config = config_of(
+        folders[student],
+        *(f"teachers.models=[{models}]", "data={source: rows.jsonl, format: messages}", "rollout.temperature=1.0"),
+        f"algorithm.distillation={{divergence: {kind}, placement: loss, coefficient: {COEFFICIENT}}}",
+        f"algorithm.objective={{name: sft, aggregation: token_mean, nll_coefficient: {nll_coefficient}}}",
+        f"actor.layout={LAYOUTS[layout]}",
     )
-    weights = {"large": 1.0}
-    assert_distills(folders, "tied", weights, "1 process", "jsd", overrides=overrides, temperature=1.0)
+    exact_states, _ = teacher_states(folders, weights)
+    states = {name: {i: x.float() for i, x in found.items()} for name, found in exact_states.items()}
+    ranks = run_ranks(config.actor.layout.world_size, fine_tune, config, folders[student], states)
+    exact, plain = plain_fine_tuning(folders, student, weights, kind, nll_coefficient)
+    assert_close(canonical(folders[student], ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
+    reported = [rank.metrics for rank in ranks if rank.metrics]
+    assert sum(metrics["policy/loss"].value for metrics in reported) == close_to(exact.loss, plain.loss)
+    metrics = merge(reported)
+    assert metrics["policy/nll"].value == close_to(exact.nll, plain.nll)
+    for name in weights:
+        assert metrics[f"kl/teacher_{name}"].value == close_to(exact.means[name], plain.means[name])
 
 
 SOURCE = random.Random(7)
@@ -361,9 +454,8 @@ def plain_update_from_itself(folder: Path, kind: str) -> Expected[Distilled]:
             losses.append(loss)
         total = torch.stack(losses).mean()
         total.backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        assert torch.stack([gradient.norm() for gradient in gradients.values()]).norm() > 0.01
-        return Distilled(total.item(), gradients, {name: sum(found) / len(found) for name, found in values.items()})
+        means = {name: sum(found) / len(found) for name, found in values.items()}
+        return Distilled(total.item(), gradients_of(model), means)
 
     return expected(compute)
 

@@ -35,7 +35,8 @@ TRUNCATED_LAYOUTS = {
 
 @pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.exhaustive)])
 def folder(request, tmp_path_factory) -> Path:
-    """Three heads and three KV heads, which TP3 divides."""
+    """Three heads and three KV heads, which TP3 divides. Megatron pads the vocabulary to 384 rows, so each rank has
+    tokens."""
     return write_tiny_llama(
         tmp_path_factory.mktemp("model"),
         num_heads=3,
@@ -43,6 +44,7 @@ def folder(request, tmp_path_factory) -> Path:
         hidden_size=96,
         num_layers=4,
         intermediate_size=96,
+        vocab_size=300,
         tied=request.param == "tied",
     )
 

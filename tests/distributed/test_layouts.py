@@ -55,6 +55,8 @@ LATENT = {
     "PP2, VPP2": "pp: 2, vpp: 2",
     "CP2, EP2": "cp: 2, ep: 2",
 }
+VOCAB = 300
+"""With TP2, Megatron pads the vocabulary to 512 rows, so that both ranks have tokens. With 128, one would have all."""
 CONTEXT = 64
 SIZES = dict(
     vocab_size=128,
@@ -79,12 +81,13 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("dense"), num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
+    sizes = dict(num_heads=4, num_kv_heads=2, num_layers=4, vocab_size=VOCAB)
+    return write_tiny_llama(tmp_path_factory.mktemp("dense"), **sizes, tied=False)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> Path:
-    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4)
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4, vocab_size=VOCAB)
 
 
 @pytest.fixture(scope="module")

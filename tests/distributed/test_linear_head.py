@@ -11,6 +11,7 @@ from megarl.ops import head_tile, output_layer
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import expected, limit, relative_error
 from tests.forked import run_ranks
+from tests.timing import RANKS_S
 
 TOKENS, HIDDEN = 37, 16
 SIZES = [(100, 102), (100, 180), (7, 12), (101, 150)]
@@ -47,7 +48,7 @@ def variant(whole_inputs: dict, truncated: bool) -> dict:
 
 def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple]:
     """Return this rank's value, its part of the hidden gradient and its own gradients, by size and variant."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=RANKS_S))
     output_layer.CPU_TILE, head_tile.BLOCK = (16, 24), 100
     results = []
     for vocab, padded in SIZES:

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 from megarl.config.schema import Config
+from megarl.megatron.workers.actor import ActorWorker
 from tests.closeness import Expected, expected
 from tests.distributed.test_checkpoint import check_round_trip
 from tests.distributed.test_host_copies import check as check_copies
 from tests.distributed.test_offload import offload_and_reload, undisturbed
+from tests.distributed.test_precision import rounded, whole_main_weights
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.marks import exhaustive_but
@@ -22,9 +26,13 @@ from tests.parity import (
     TEMPERATURE,
     Group,
     Outcome,
+    RankResult,
     assert_same_training,
     branching_group,
+    canonical,
+    capture_gradients,
     config_of,
+    own_batch,
     plain_outcome,
     random_groups,
     train,
@@ -45,6 +53,7 @@ DENSE = {
     "TP2, SP": "tp: 2, sequence_parallel: true",
     "PP2": "pp: 2",
     "PP2, TP2": "pp: 2, tp: 2",
+    "DP2, PP2, TP2": "dp: 2, pp: 2, tp: 2",
 }
 EXPERTS = {"EP2": "dp: 2, ep: 2", "EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1"}
 
@@ -100,6 +109,12 @@ def dense(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def bfloat16(tmp_path_factory) -> Path:
+    """The same model, stored in bfloat16. Its main weights start at random positions in their rounding cells."""
+    return rounded(tmp_path_factory.mktemp("bfloat16"), torch.bfloat16, tied=False, **SIZES)
+
+
+@pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> Path:
     return write_tiny_experts(tmp_path_factory.mktemp("experts"))
 
@@ -152,9 +167,60 @@ def test_transformer_engine_updates_other_parameters(dense, experts, tmp_path):
         assert_same_training(folder, [trained[name].rank], plain)
 
 
-@pytest.mark.parametrize("dtype", exhaustive_but(["float32", "bfloat16"], "bfloat16"))
-def test_checkpoints_survive_a_round_trip_of_layouts(dense, tmp_path, dtype):
-    check_round_trip(dense, None, tmp_path, ("pp: 2", "tp: 2"), MUON, f"model.dtype={dtype}")
+def update_once(store, rank: int, config: Config, folder: Path) -> tuple[RankResult, RankResult, RankResult]:
+    """Return a rank's main weights before and after an update, and its parameters after it, all float32. The second
+    result also has the update's gradients."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    start = whole_main_weights(worker)
+    batch, gradients = own_batch(config, worker, UPDATES[0], None), capture_gradients(worker)
+    worker.update(batch)
+    worker.end_step()
+    end, weights = whole_main_weights(worker), {name: p.float() for name, p in worker.parameters().items()}
+    return (
+        RankResult(worker.holder, {}, start, {}),
+        RankResult(worker.holder, gradients, end, {}),
+        RankResult(worker.holder, {}, weights, {}),
+    )
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(["DP2", "PP2, TP2"], "DP2"))
+def test_bfloat16_updates_move_the_main_weights_in_their_cells(bfloat16, layout):
+    """The limit is twice the largest error of torch's iterations in bfloat16, which round as often as ours."""
+    config = muon_config(bfloat16, DENSE[layout], "model.dtype=bfloat16")
+    ranks = run_ranks(config.actor.layout.world_size, update_once, config, bfloat16)
+    before, after, parameters = zip(*ranks, strict=True)
+    start, end, weights = (canonical(bfloat16, results, "weights") for results in (before, after, parameters))
+    gradients = canonical(bfloat16, after, "gradients")
+    for name, stored in load_file(bfloat16 / "model.safetensors").items():
+        assert torch.equal(start[name].bfloat16(), stored) and not torch.equal(start[name], stored.float()), name
+        assert torch.equal(end[name].bfloat16().float(), weights[name]), name
+        if ".layers." in name and stored.dim() > 1:
+            move = end[name].double() - (1 - LR * DECAY) * start[name].double()
+            exact, in_bfloat16 = first_update(gradients[name])
+            limit = 2 * max((update - exact).norm() for update in in_bfloat16)
+            assert (move - exact).norm() <= limit, name
+            assert (start[name] - stored).norm() > limit, f"{name}: an update of the stored weights would pass"
+
+
+def first_update(gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return Muon's first update without the weight decay, exactly and with torch's iterations in bfloat16, all
+    float64. Momentum multiplies the gradient by a factor, which the orthogonalization removes. Different factors give
+    different roundings."""
+    scale = -LR * 0.2 * max(gradient.shape) ** 0.5
+    factors = [1 + i / 8 for i in range(8)]
+    in_bfloat16 = [_zeropower_via_newtonschulz(f * gradient, (3.4445, -4.7750, 2.0315), 5, 1e-7) for f in factors]
+    return scale * newton_schulz(gradient.double()), [scale * update.double() for update in in_bfloat16]
+
+
+CHECKPOINTS = {"float32": ("dense", "float32"), "rounded": ("dense", "bfloat16"), "dithered": ("bfloat16", "bfloat16")}
+"""Name -> fixture of the folder and model.dtype. Main weights of a bfloat16 model are copies of a float32 checkpoint,
+and dithered copies of a bfloat16 checkpoint."""
+
+
+@pytest.mark.parametrize("case", exhaustive_but(CHECKPOINTS, "dithered"))
+def test_checkpoints_survive_a_round_trip_of_layouts(request, tmp_path, case):
+    folder, dtype = CHECKPOINTS[case]
+    check_round_trip(request.getfixturevalue(folder), None, tmp_path, ("pp: 2", "tp: 2"), MUON, f"model.dtype={dtype}")
 
 
 @pytest.mark.exhaustive

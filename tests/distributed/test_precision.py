@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,11 +59,11 @@ def rounded_folder(tmp_path_factory) -> Path:
     return rounded(tmp_path_factory.mktemp("rounded"), torch.bfloat16)
 
 
-def rounded(folder: Path, dtype: torch.dtype) -> Path:
+def rounded(folder: Path, dtype: torch.dtype, **sizes: Any) -> Path:
     """Write a tiny model in the dtype, with a few weights set to 0 and to powers of 2, below which the rounding cells
     are narrower. Return its folder.
     """
-    write_tiny_llama(folder, num_kv_heads=2)
+    write_tiny_llama(folder, **{"num_kv_heads": 2, **sizes})
     weights = {name: weight.to(dtype) for name, weight in load_file(folder / "model.safetensors").items()}
     weights[MLP][:, :4] = torch.tensor([0.0, 0.25, -0.25, 2.0**-20])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -75,6 +76,11 @@ MLP = "model.layers.1.mlp.down_proj.weight"
 def started(store, rank: int, config: Config, folder: Path) -> RankResult:
     """Return a rank's main weights before the first update, gathered over data-parallel ranks."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
+    return RankResult(worker.holder, {}, whole_main_weights(worker), {})
+
+
+def whole_main_weights(worker: ActorWorker) -> dict[str, torch.Tensor]:
+    """Return a rank's main weights, gathered over data-parallel ranks."""
     main = {name: torch.zeros(p.shape) for name, p in named_parameters(worker.chunks).items()}
     names = {p: name for name, p in named_parameters(worker.chunks).items()}
     for part in parts_of(worker.optimizer):
@@ -86,7 +92,7 @@ def started(store, rank: int, config: Config, folder: Path) -> RankResult:
     }
     for parameter, name in names.items():
         dist.all_reduce(main[name], group=groups[getattr(parameter, "allreduce", True)])  # False for sharded experts
-    return RankResult(worker.holder, {}, main, {})
+    return main
 
 
 def start(folder: Path, *overrides: str, dtype: str = "bfloat16") -> dict[str, torch.Tensor]:

@@ -36,8 +36,8 @@ class Plain:
 class TrpoReference:
     """TRPO (arXiv 1502.05477, appendix C) on a flat vector of all parameters.
 
-    Conjugate gradients use products with the Hessian of the divergence at the old policy, computed as second
-    derivatives. A line search follows.
+    The conjugate gradient method solves for the step, with damped Hessian-vector products of the KL at the old policy
+    (double backward). A backtracking line search follows.
     """
 
     def __init__(self, folder: Path):

@@ -11,6 +11,7 @@ from tests.e2e.environment_tasks import Calculation, Letters, Search
 from tests.e2e.knights import Knights
 from tests.e2e.learning_tasks import (
     DIVERGENCE,
+    EARNED,
     Answers,
     Bandit,
     EvenAndLow,
@@ -31,6 +32,7 @@ from tests.e2e.scene_reader import Scenes
 from tests.e2e.tiny_families import GATED_DELTA, GPT_OSS_YARN
 
 ON_POLICY = ("batch.prompts_per_update=8",)
+FOUR_PROMPTS = ("batch.prompts_per_step=4", "batch.prompts_per_update=4")
 TWO_UPDATES = ("batch.prompts_per_update=4",)  # with one update per step, the ratio would stay 1
 ONE_SAMPLE = ("batch.prompts_per_step=64", "batch.prompts_per_update=64", "batch.samples_per_prompt=1")
 ALL_ROWS = ("batch.prompts_per_step=40", "batch.prompts_per_update=40")  # each update sees the whole offline data set
@@ -73,7 +75,7 @@ class Case:
         has_control: whether it has a control run. At least one case of each task has one.
         start: upper bound of the share of the optimum at the start.
         learned: lower bound of the share at the end.
-        at_most: part -> upper bound of its last value.
+        bounds: part -> bounds of its first and last value, and of the control's ("control_first", "control_last").
     """
 
     overrides: tuple[str, ...]
@@ -83,11 +85,16 @@ class Case:
     has_control: bool = False
     start: float = 0.2
     learned: float = 0.9
-    at_most: Mapping[str, float] = field(default_factory=dict)
+    bounds: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 
 
 def estimator(name: str, *overrides: str, **fields) -> Case:
     return Case((f"algorithm.advantage.estimator={name}", *ON_POLICY, *overrides), **fields)
+
+
+DISTANT, CLOSE = 1.0, 0.02
+"""Lower bound of the KL to the teacher at the start, and its upper bound at the end, in nats."""
+KL = {DIVERGENCE: {"first": (DISTANT, math.inf), "last": (0.0, CLOSE)}}
 
 
 def distillation(divergence: str, *overrides: str, **fields) -> Case:
@@ -126,6 +133,11 @@ CASES: dict[str, Case] = {
     "RLOO": estimator("rloo"),
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
     "GRPO": estimator("grpo", has_control=True),
+    "GRPO, two samples per prompt": estimator("grpo", "batch.samples_per_prompt=2"),
+    "GRPO, two samples of four prompts": estimator(
+        *("grpo", "batch.samples_per_prompt=2", *FOUR_PROMPTS),
+        learned=0.0,  # with other seeds, so few samples may teach nothing
+    ),
     "GRPO, Qwen3.5": estimator("grpo", family=("qwen3_5_text", GATED_DELTA | COMMON_SIZES)),
     "GRPO, gpt-oss": estimator("grpo", family=("gpt_oss", COMMON_SIZES | GPT_OSS)),
     "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1, APART)),
@@ -185,15 +197,29 @@ CASES: dict[str, Case] = {
     "GRPO, step rewards": estimator(
         "grpo", "algorithm.advantage.credit=reward_to_go", "reward_model.step_end='0'", task=ScoredDigits()
     ),
-    "distillation, sampled tokens": estimator("policy_gradient", task=TaughtDigits(), has_control=True),
-    "distillation, reverse KL": distillation("reverse_kl", task=TaughtDigits(), at_most={DIVERGENCE: 0.02}),
-    "distillation, reverse KL, one sample per prompt": distillation(
-        "reverse_kl", "batch.samples_per_prompt=1", task=TaughtDigits(), at_most={DIVERGENCE: 0.02}
+    "distillation, sampled tokens": estimator(
+        "policy_gradient", task=TaughtDigits(), has_control=True, bounds={DIVERGENCE: {"first": (DISTANT, math.inf)}}
     ),
-    "distillation, forward KL": distillation("forward_kl", task=TaughtDigits(), at_most={DIVERGENCE: 0.02}),
+    # The reverse KL is mode-seeking: the policy first writes only some of the even digits, so it needs more steps.
+    "distillation, reverse KL": distillation("reverse_kl", steps=30, task=TaughtDigits(), bounds=KL),
+    "distillation, reverse KL, one sample per prompt": distillation(
+        "reverse_kl", "batch.samples_per_prompt=1", steps=30, task=TaughtDigits(), bounds=KL
+    ),
+    "distillation, forward KL": distillation("forward_kl", task=TaughtDigits(), bounds=KL),
+    "distillation, forward KL, one sample per prompt": distillation(
+        "forward_kl", "batch.samples_per_prompt=1", task=TaughtDigits(), bounds=KL
+    ),
+    "distillation, forward KL, one sample of four prompts": distillation(
+        "forward_kl", "batch.samples_per_prompt=1", *FOUR_PROMPTS, task=TaughtDigits(), bounds=KL
+    ),
     "distillation, JSD": distillation("jsd", task=TaughtDigits()),
     "distillation, two teachers": distillation("reverse_kl", task=TwoTeachers(), has_control=True),
-    "self-distillation": estimator("grpo", task=HintedDigits(), has_control=True),
+    "self-distillation": estimator(
+        "grpo",
+        task=HintedDigits(),
+        has_control=True,
+        bounds={EARNED: {"first": (0, 0), "last": (0.9, 1), "control_first": (0, 0), "control_last": (0, 0)}},
+    ),
     "clip": objective("clip"),
     "clip-higher, dual clip": objective("clip", "algorithm.objective={clip_high: 0.28, dual_clip: 3.0}"),
     "unclipped": objective("unclipped"),
@@ -281,3 +307,14 @@ CASES: dict[str, Case] = {
         learned=0.6,
     ),
 }
+
+COMPARED = {
+    "distillation, forward KL, one sample per prompt": ("GRPO", "GRPO, two samples per prompt"),
+    "distillation, forward KL, one sample of four prompts": ("GRPO, two samples of four prompts",),
+}
+"""Distillation -> GRPO with as many prompts per step, compared by the number of samples."""
+CURVES = (
+    *(name for names in COMPARED.values() for name in names),
+    *(name for name, case in CASES.items() if isinstance(case.task, TaughtDigits)),
+)
+"""Cases whose measurements of each step are recorded."""

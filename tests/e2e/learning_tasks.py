@@ -12,13 +12,21 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
+from megarl.data.arithmetic import arithmetic_rows
 from tests.distributed.test_offline_data import answers, log_probs, steps, token_ids, turns
 from tests.e2e.digits import even_share
 from tests.e2e.test_train import REWARD
@@ -28,6 +36,9 @@ EVEN, ODD, DIGITS = "02468", "13579", "0123456789"
 
 DIVERGENCE = "divergence in nats"
 """Part of learning.json with the divergence from the teacher; other parts are fractions."""
+
+EARNED = "reward"
+"""Part of learning.json with the mean reward, for tasks whose share is not the reward."""
 
 
 class Task(ABC):
@@ -105,9 +116,9 @@ class ScoredDigits(EvenDigits):
 
 @dataclass(frozen=True)
 class TaughtDigits(EvenDigits):
-    """EvenDigits without rewards: a teacher, which is larger than the policy, writes random even digits.
+    """EvenDigits without rewards: a teacher, which is larger than the policy, was trained to write random even digits.
 
-    For the control, it writes other tokens.
+    For the control, it was trained to write other tokens.
     """
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
@@ -115,7 +126,8 @@ class TaughtDigits(EvenDigits):
         good = [vocabulary[digit] for digit in EVEN]
         if shuffled:
             good = random.Random(0).sample(sorted(set(range(len(vocabulary))).difference(good)), len(good))
-        write_teacher(folder / "teacher", good)
+        trained_teacher(tuple(good)).save_pretrained(folder / "teacher")
+        tiny_tokenizer().save_pretrained(folder / "teacher")
         models = f"[{{name: even, path: {folder / 'teacher'}}}]"
         return [
             "rewards.functions=[]",
@@ -182,6 +194,10 @@ class HintedDigits(EvenDigits):
             "run.export=false",
         ]
 
+    def parts(self, run: Path) -> dict[str, list[float]]:
+        """Return the mean reward."""
+        return {EARNED: [fmean(row["reward"] for row in step) for step in sampled_rows(run)]}
+
 
 def write_hinted(folder: Path, good: Sequence[int], hint: int, margin: float = 8.0) -> Path:
     """Write a language model that samples a token in `good` if half of the text consists of the token `hint`, and a
@@ -208,6 +224,32 @@ def write_hinted(folder: Path, good: Sequence[int], hint: int, margin: float = 8
         model.lm_head.weight[list(good), 0] = margin / with_hint
     model.save_pretrained(folder)
     return folder
+
+
+@cache
+def trained_teacher(good: tuple[int, ...], updates: int = 60, batch: int = 16) -> PreTrainedModel:
+    """Return a language model that was trained to answer sums with eight random tokens in `good`.
+
+    Each update has new random answers, so the optimum is the uniform distribution over `good` for every token.
+    """
+    with TemporaryDirectory() as folder:
+        model = AutoModelForCausalLM.from_pretrained(
+            write_tiny_llama(Path(folder), hidden_size=128, tied=False, seed=1)
+        )
+    texts = (f"<|user|>{row.prompt}<eos><|assistant|>" for row in arithmetic_rows(seed=1, size=256))
+    prompts = torch.cat([token_ids([(text, False)])[0] for text in texts])
+    choices, generator = torch.tensor(good), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, updates)
+    for _ in range(updates):
+        asked = prompts[torch.randint(len(prompts), (batch,), generator=generator)]
+        said = choices[torch.randint(len(choices), (batch, 8), generator=generator)]
+        labels = torch.cat((torch.full_like(asked, -100), said), 1)
+        model(torch.cat((asked, said), 1), labels=labels).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model
 
 
 def write_teacher(folder: Path, good: Sequence[int], margin: float = 8.0) -> None:

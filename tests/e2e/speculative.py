@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Method, model_type of the policy, and its config.json keys in addition to SIZES."""
 RANK, ALPHAS = 4, (8, 16)
-"""Rank and alphas of the adapters in the two versions of the policy."""
+"""LoRA rank, and alpha in each of the policy's two versions."""
 OWN_WEIGHTS: dict[str, dict[str, Any]] = {
     "Llama's EAGLE-3": dict(vocab=96),
     "gpt-oss's EAGLE-3": dict(vocab=96, has_embedding=True),

@@ -255,6 +255,7 @@ def test_lost_raylet_is_named(recipe: Path, tmp_path: Path) -> None:
         check_end(run, run.find("raylet").kill, 1, r"\S.*: Ray's raylet died; stopping the run")
 
 
+@pytest.mark.exhaustive
 def test_lost_driver_is_named(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, ONE_RANK, megatron=False) as run:
         run.find("ray::TrainerActor")

@@ -208,6 +208,7 @@ def test_exported_adapters_change_the_images_of_diffusers(recipe, ahead):
     assert 1e-4 < np.abs(images[1] - images[0]).max() < 1
 
 
+@pytest.mark.exhaustive
 def test_exported_model_is_evaluated_like_the_run(recipe, uninterrupted, tmp_path):
     """The last step is evaluated with the same weights and the same noise."""
     command = [*MEGARL, "evaluate", uninterrupted / "model", recipe, "--out", tmp_path / "evaluation"]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
 
 import pytest
 
-from tests.e2e.learning_cases import CASES, Case
+from tests.e2e.learning_cases import CASES, CLOSE, COMPARED, CURVES, Case
+from tests.e2e.learning_tasks import DIVERGENCE, sampled_rows
 from tests.e2e.series import Series
 from tests.e2e.test_train import write_recipe
 from tests.tiny_model import write_tiny_model
@@ -60,8 +63,7 @@ def runs(request, tmp_path_factory, model) -> Iterator[dict[str, Runs]]:
         finally:
             queue.put(idle)
 
-    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_it_learns"]
-    names = [test.callspec.params["name"] for test in tests]
+    names = dict.fromkeys(name for test in request.session.items for name in needed(test))
     with ThreadPoolExecutor(2) as pool:
 
         def start(name: str, shuffled: bool) -> tuple[Path, Future[None]]:
@@ -72,6 +74,16 @@ def runs(request, tmp_path_factory, model) -> Iterator[dict[str, Runs]]:
         pool.shutdown(wait=True, cancel_futures=True)
     for ended in series:
         ended.end()
+
+
+def needed(test: pytest.Item) -> tuple[str, ...]:
+    """Return the cases whose runs a test reads."""
+    match getattr(test, "originalname", ""):
+        case "test_it_learns":
+            return (test.callspec.params["name"],)
+        case "test_distillation_needs_fewer_samples_than_grpo":
+            return (test.callspec.params["name"], *COMPARED[test.callspec.params["name"]])
+    return ()
 
 
 def prepared(folder: Path, model: Path, case: Case, shuffled: bool) -> list[str | Path]:
@@ -89,9 +101,19 @@ def shares(model: Path, case: Case, run: tuple[Path, Future[None]]) -> list[floa
     return case.task.shares(model, folder / "runs" / "tiny")
 
 
-def parts(case: Case, folder: Path) -> dict[str, dict[str, float]]:
-    series = case.task.parts(folder / "runs" / "tiny")
-    return {name: {"first": shares[0], "last": last(shares, case)} for name, shares in series.items()}
+def parts(case: Case, run: Runs) -> dict[str, dict[str, float]]:
+    """Return the first and the last value of each part, with those of the control if there is one."""
+    found: dict[str, dict[str, float]] = {}
+    for prefix, side in (("", run.learning), ("control_", run.control)):
+        for name, series in (case.task.parts(side[0] / "runs" / "tiny") if side else {}).items():
+            found.setdefault(name, {}).update({f"{prefix}first": series[0], f"{prefix}last": last(series, case)})
+    return found
+
+
+def curve(model: Path, case: Case, run: tuple[Path, Future[None]]) -> dict[str, list[float]]:
+    """Return the cumulative number of samples, the reward and the parts of each step."""
+    reward, folder = shares(model, case, run), run[0] / "runs" / "tiny"
+    return {"samples": [*accumulate(map(len, sampled_rows(folder)))], "reward": reward, **case.task.parts(folder)}
 
 
 def last(shares: list[float], case: Case) -> float:
@@ -115,11 +137,25 @@ def test_it_learns(runs, model, table, name):
         "steps": case.steps,
         "steps_to_optimum": until,
         "control_last": last(shares(model, case, runs[name].control), case) if case.has_control else None,
-        "parts": parts(case, runs[name].learning[0]),
+        "parts": parts(case, runs[name]),
+        **({"curve": curve(model, case, runs[name].learning)} if name in CURVES else {}),
     }
     print(name, row)
     assert learned[0] <= case.start
     assert row["last"] >= case.learned
     assert not case.has_control or row["control_last"] < NOT_LEARNED
-    assert all(row["parts"][name]["last"] <= limit for name, limit in case.at_most.items())
+    for part, bounds in case.bounds.items():
+        for key, (low, high) in bounds.items():
+            assert low <= row["parts"][part][key] <= high, (part, key)
     table[name] = row
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_distillation_needs_fewer_samples_than_grpo(runs, model, name):
+    """Samples until the divergence from the teacher stays small, and until GRPO's reward first reaches 0.9."""
+    curves = {case: curve(model, CASES[case], runs[case].learning) for case in (name, *COMPARED[name])}
+    rewarded = {case: figures.samples_to_reach(curves[case], LEARNED) or math.inf for case in COMPARED[name]}
+    distilled = figures.samples_to_stay_within(curves[name], DIVERGENCE, CLOSE)
+    print(name, distilled, rewarded)
+    assert distilled is not None
+    assert distilled < min(rewarded.values())

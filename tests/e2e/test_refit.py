@@ -71,7 +71,6 @@ from tests.e2e.tiny_families import (
     TWO_GROUPS,
     YARN,
 )
-from tests.marks import exhaustive_but
 from tests.paths import BASE
 from tests.routes import Replayed
 from tests.samples import training_ref
@@ -839,7 +838,8 @@ FP8_MODELS = {
 """model_type, and config.json keys in addition to BLOCKS."""
 
 
-@pytest.mark.parametrize("name", exhaustive_but(FP8_MODELS, "DeepSeek-V3, drafts"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FP8_MODELS)
 def test_fp8_block_engine_equals_vllm_quantization(name, tmp_path, remotes):
     """After two in-place refits with weights quantized by the trainer, the engine equals a fresh one that quantizes the
     exported model itself. DeepSeek-V3's engine drafts tokens with the MTP layer, which the updates train."""

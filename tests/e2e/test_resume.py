@@ -143,9 +143,10 @@ def uninterrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder / "tiny"
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(5, marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=[3, pytest.param(5, marks=pytest.mark.exhaustive)])
 def attempts(request: pytest.FixtureRequest) -> int:
-    """The number of attempts of the resumed run. With five, the fourth is killed after the last step."""
+    """The number of attempts of the resumed run. With five, the third is killed when the rollouts of the last step have
+    finished, and the fourth after the last step."""
     return request.param
 
 
@@ -165,20 +166,19 @@ def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFact
     reached = latest(folder)
     assert 5 <= reached <= 7
     forget_rewards(folder / "tiny")
-    folder_of_finished = folder / "tiny" / "finished_rollouts" / f"after_{STEPS - 1:06d}"
-    # Kill the run when the rollouts of the last step have finished.
-    with recipe.run(folder, STEPS - 1 - reached, *EVALUATION, at_once) as run:
-        run.wait_until(lambda: latest(folder) == STEPS - 1)
-        run.wait_until_held(recipe.folder)
-        run.wait_until(lambda: len(list(folder_of_finished.glob("[0-9]*.safetensors"))) == 4)
-        assert f"resuming after step {reached} " in run.output
-        kill(run)
-    reached = STEPS - 1
-    finished = sorted(folder_of_finished.glob("[0-9]*.safetensors"))
-    assert [file.name.partition("-")[0] for file in finished] == [f"{STEPS}.{i}" for i in range(4)]
-    forget_rewards(folder / "tiny")
-    finished[1].unlink()  # as if this prompt's rollouts had not finished
     if attempts == 5:
+        folder_of_finished = folder / "tiny" / "finished_rollouts" / f"after_{STEPS - 1:06d}"
+        with recipe.run(folder, STEPS - 1 - reached, *EVALUATION, at_once) as run:
+            run.wait_until(lambda: latest(folder) == STEPS - 1)
+            run.wait_until_held(recipe.folder)
+            run.wait_until(lambda: len(list(folder_of_finished.glob("[0-9]*.safetensors"))) == 4)
+            assert f"resuming after step {reached} " in run.output
+            kill(run)
+        reached = STEPS - 1
+        finished = sorted(folder_of_finished.glob("[0-9]*.safetensors"))
+        assert [file.name.partition("-")[0] for file in finished] == [f"{STEPS}.{i}" for i in range(4)]
+        forget_rewards(folder / "tiny")
+        finished[1].unlink()  # as if this prompt's rollouts had not finished
         with recipe.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
             run.wait_until(lambda: latest(folder) == STEPS)
             assert f"resuming after step {reached} " in run.output
@@ -187,7 +187,6 @@ def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFact
         reached = STEPS
     run = recipe.finish(folder, *EVALUATION, at_once)
     assert f"resuming after step {reached} " in run.output
-    assert ("3 prompts have finished rollouts" in run.output) == (attempts == 4)
     return folder / "tiny"
 
 
@@ -320,7 +319,7 @@ def test_metrics_report_cost_of_checkpoints(uninterrupted: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("attempts", [4], indirect=True)
+@pytest.mark.parametrize("attempts", [3], indirect=True)
 def test_damaged_checkpoint_is_rejected_by_name(recipe, resumed, tmp_path) -> None:
     """A rank detects a flipped bit. tests/unit/run/test_checkpoints.py covers other damage."""
     shutil.copytree(resumed, tmp_path / "tiny")

@@ -231,6 +231,7 @@ def check(prompt, response, answer):
 """
 
 
+@pytest.mark.exhaustive
 def test_feedback_on_continued_prefixes_is_the_hint(series, model, tmp_path):
     """Samples start with a prefix of the given response, which is not trained on. The advantages of the first step
     equal log p_told − log p of transformers, where the teacher sees the feedback on the sample, if any."""

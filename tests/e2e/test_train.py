@@ -21,7 +21,7 @@ from megarl.cluster.trace import DRIVER
 from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
 from megarl.run.audit.audit import audit
 from megarl.run.diagnosis.comparison import first_different, verdict
-from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_config
+from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_run_config
 from megarl.run.diagnosis.side import SIDES
 from tests.e2e.run import read_trace
 from tests.e2e.series import Series
@@ -146,7 +146,7 @@ def test_diagnosis_names_first_layer_that_differs(learned, tmp_path):
     weights = load_file(file)
     weights[damaged][0] += 1.0
     save_file(weights, file, {"format": "pt"})
-    config, rollout = read_config(learned), find_rollout(learned, 2, None)
+    config, rollout = read_run_config(learned), find_rollout(learned, 2, None)
     [row] = [json.loads(line) for line in (learned / "rollouts/step_000002.jsonl").open() if rollout.sample_id in line]
     assert len(rollout.response_ids) == row["num_response_tokens"]
     folders = dict.fromkeys(SIDES, learned / "model") | {"engine": broken}
@@ -369,7 +369,8 @@ def test_layouts_train(series, tmp_path, overrides, ranks):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
 def test_fp8_block_engines_receive_quantized_weights(series, tmp_path, placement):
-    """Engines read shared weights in place or receive sent ones: a byte per matrix element, four per block's scale."""
+    """Engines read the quantized weights from shared memory or receive them over the network, with one byte per matrix
+    element and four bytes per block scale."""
     model = write_tiny_llama(
         tmp_path / "model", hidden_size=256, num_heads=4, num_kv_heads=2, intermediate_size=384, tied=False
     )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from megarl.run.diagnosis.comparison import first_different, table
-from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_config
+from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_run_config
 from megarl.run.diagnosis.side import SIDES
 from tests.e2e.run import MEGARL
 from tests.e2e.test_train import REWARD, metrics_of
@@ -106,7 +106,7 @@ def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
     unchanged = [name for name, value in before.items() if torch.equal(value, after[name])]
     assert not unchanged
     token_ids = find_rollout(run, 3, None).token_ids
-    stages = diagnose(read_config(run), token_ids, dict.fromkeys(SIDES, run / "model"), tmp_path)
+    stages = diagnose(read_run_config(run), token_ids, dict.fromkeys(SIDES, run / "model"), tmp_path)
     assert len(stages) == 7 and first_different(stages) is None, table(stages)
     lines = [json.loads(line) for line in (run / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
     assert len(lines) == 4 * len(IMAGES)
@@ -154,6 +154,7 @@ def screens(folder: Path, more: str = "", name: str = "Screens") -> list[str]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_environment_with_images_agrees_with_engines(tmp_path: Path) -> None:
     """Rollouts have images in the prompt and in observations, which also have thumbnails."""
     recipe = write_recipe(tmp_path)

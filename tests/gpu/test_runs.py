@@ -18,6 +18,7 @@ from tests.e2e.run import write_recipe as write_endless_recipe
 from tests.e2e.test_train import metrics_of, turns_of, write_recipe
 from tests.gpu.gpus import needs_gpus
 from tests.gpu.models import write_model
+from tests.timing import GPU_RUN_S, RUN_S
 from tests.tiny_model import write_tiny_model
 
 NEAR, NEAR_IN_FP8 = 0.05, 0.6
@@ -55,7 +56,7 @@ def test_gpu_rules_accept_these_runs(tmp_path, monkeypatch, name):
     check_machine(load(recipe, keys))
 
 
-def train(folder: Path, model: Path, *overrides: str, seconds: float = 600) -> Path:
+def train(folder: Path, model: Path, *overrides: str, seconds: float = RUN_S) -> Path:
     """Run `megarl train` until it finishes. Return the run folder."""
     command = [sys.executable, "-m", "megarl.cli", "train", str(write_recipe(folder, model)), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -169,10 +170,10 @@ def test_8b_model_resumes_in_another_layout_on_eight_gpus(tmp_path):
     )
     model = write_tiny_model(tmp_path / "model", "qwen3", **sizes)
     first, other = (RUNS[name][1] for name in ("8B", "8B, another layout"))
-    run = train(tmp_path, model, *first, "run.steps=5", seconds=1500)
+    run = train(tmp_path, model, *first, "run.steps=5", seconds=GPU_RUN_S)
     for step in metrics_of(run):
         print(json.dumps({name: value for name, value in step.items() if name.startswith(("time/", "memory/"))}))
         assert step["mismatch/logprob_abs_mean"] <= NEAR
-    steps = metrics_of(train(tmp_path, model, *other, "run.steps=6", "resume=auto", seconds=1500))
+    steps = metrics_of(train(tmp_path, model, *other, "run.steps=6", "resume=auto", seconds=GPU_RUN_S))
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["mismatch/logprob_abs_mean"] <= NEAR

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psutil
 
+from tests.timing import WAIT_S
 from tests.unit.environments.test_runner import CALL, Says, config, play
 
 
@@ -16,7 +17,7 @@ def test_calls_of_a_rollout_share_a_sandbox():
     settings = config(
         "Tools",
         "environment.class=code",
-        "environment.tool_timeout_s=30",
+        f"environment.tool_timeout_s={WAIT_S}",
         "rollout.context_length=3000",
         "rollout.max_new_tokens=2000",
     )

@@ -22,7 +22,7 @@ from megarl.sandbox.sandbox import Command, SandboxError
 from tests.children import matching
 from tests.paths import ROOT
 from tests.sandboxes import finish, limits
-from tests.timing import HANG_S, SHORT_S, WAIT_S, wait_until
+from tests.timing import HANG_S, POLL_S, SHORT_S, WAIT_S, wait_until
 
 MARK = "seconds-of-a-daemon"
 
@@ -57,6 +57,16 @@ def sandbox_processes() -> set[psutil.Process]:
 def is_of_a_sandbox(process: psutil.Process) -> bool:
     line = " ".join(process.cmdline())  # empty for a zombie
     return (process.name() == "bwrap" and bool(line)) or MARK in line or "megarl sandbox agent" in line
+
+
+def is_running(argument: str) -> bool:
+    """Return whether a program with this command-line argument descends from this process."""
+    return bool(matching(psutil.Process().children(recursive=True), lambda process: argument in process.cmdline()))
+
+
+async def started(argument: str) -> None:
+    while not is_running(argument):
+        await asyncio.sleep(POLL_S)
 
 
 @contextmanager
@@ -116,7 +126,7 @@ def test_stopping_a_busy_sandbox_leaves_nothing(provider):
         sandbox = await provider.start()
         program = f"open('a', 'w'); import time; time.sleep({HANG_S})"
         call = asyncio.create_task(sandbox.run([provider.python, "-c", program]))
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(started(program), WAIT_S)
         await sandbox.stop()
         await sandbox.stop()
         with pytest.raises(SandboxError):
@@ -163,7 +173,9 @@ def test_program_is_stopped_at_the_sandbox_deadline(provider):
         assert asyncio.run(run()) == [None, "deadline", "deadline"]
 
 
-PARENT = """
+BUSY = "while True: pass"
+
+PARENT = f"""
 import asyncio, sys
 from megarl.sandbox.choice import find_provider
 from tests.sandboxes import limits
@@ -173,12 +185,9 @@ async def main():
     sandboxes = [await provider.start() for _ in range(3)]
     busy = [
         sandboxes[0].run([provider.python, "-c", sys.argv[1]]),
-        sandboxes[1].run([provider.python, "-c", "while True: pass"]),
+        sandboxes[1].run([provider.python, "-c", "{BUSY}"]),
     ]
-    tasks = [asyncio.create_task(call) for call in busy]
-    await asyncio.sleep(0.5)
-    print("running", flush=True)
-    await asyncio.gather(*tasks)
+    await asyncio.gather(*busy)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -189,10 +198,9 @@ asyncio.run(main())
 def test_killed_parent_leaves_nothing(provider, number):
     daemon = "\n".join(line[4:] for line in DAEMON.splitlines()) + "\ntime.sleep(600)\n"
     with nothing_left(within_s=WAIT_S):
-        parent = subprocess.Popen([sys.executable, "-c", PARENT, daemon], cwd=ROOT, stdout=subprocess.PIPE)
         before = sandbox_processes()
-        with parent:
-            assert parent.stdout.readline() == b"running\n"
+        with subprocess.Popen([sys.executable, "-c", PARENT, daemon], cwd=ROOT) as parent:
+            wait_until(lambda: is_running(MARK) and is_running(BUSY))
             assert len(sandbox_processes() - before) >= 6
             parent.send_signal(number)
 
@@ -200,8 +208,8 @@ def test_killed_parent_leaves_nothing(provider, number):
 def test_sandbox_killed_from_outside_fails(provider):
     async def run() -> None:
         async with await provider.start() as sandbox:
-            call = asyncio.create_task(sandbox.run(["sleep", "600"]))
-            await asyncio.sleep(0.2)
+            call = asyncio.create_task(sandbox.run(["sleep", str(HANG_S)]))
+            await asyncio.wait_for(started(str(HANG_S)), WAIT_S)
             os.killpg(sandbox._process.pid, signal.SIGKILL)
             with pytest.raises(SandboxError, match=r"^the sandbox exited with status -9"):
                 await call

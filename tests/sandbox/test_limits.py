@@ -7,7 +7,7 @@ import pytest
 from megarl.sandbox.bubblewrap import Bubblewrap
 from megarl.sandbox.provider import Provider
 from tests.sandboxes import finish, limits, printed
-from tests.timing import HANG_S, WAIT_S
+from tests.timing import HANG_S, LIMIT_S, WAIT_S
 
 FORKS = """
     import os
@@ -62,7 +62,7 @@ def test_sigxcpu_names_the_cpu_limit_whatever_time_was_counted():
 @pytest.mark.parametrize("drops_root", [None, False], ids=["another user", "as root"])
 def test_fork_bomb_is_stopped(drops_root):
     """The kernel does not limit root's processes, so the agent does."""
-    provider = Bubblewrap(limits(wall_s=2.0, cpu_s=1), drops_root=drops_root)
+    provider = Bubblewrap(limits(wall_s=LIMIT_S, cpu_s=1), drops_root=drops_root)
     finished = finish(provider, FORKS)
     assert finished.limit in ("processes", "cpu_s", "wall_s") and finished.seconds < WAIT_S
     assert finish(provider, FORKS, "print('next')").stdout == b"next\n"

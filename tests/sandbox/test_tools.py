@@ -8,6 +8,7 @@ from megarl.environments.tools import describe
 from megarl.sandbox.bubblewrap import Bubblewrap
 from megarl.sandbox.tools import CodeTools
 from tests.sandboxes import limits
+from tests.timing import HANG_S, LIMIT_S, WAIT_S
 
 
 def answers(tools: CodeTools, *calls: tuple[str, str]) -> list[str]:
@@ -36,8 +37,9 @@ def test_tools_return_output_and_exit_status(provider):
 
 
 def test_tools_name_the_exceeded_limit():
-    tools = CodeTools(Bubblewrap(limits(wall_s=0.5, memory_mib=64)))
-    slow, large = answers(tools, ("python", "print('first', flush=True); import time; time.sleep(9)"), ("shell", "yes"))
+    tools = CodeTools(Bubblewrap(limits(wall_s=LIMIT_S, cpu_s=WAIT_S, memory_mib=64)))
+    program = f"print('first', flush=True); import time; time.sleep({HANG_S})"
+    slow, large = answers(tools, ("python", program), ("shell", "yes"))
     assert slow == "first\n[ended: it ran too long]"
     assert large.startswith("y\ny\n") and "bytes omitted" in large and large.endswith("[ended: it ran too long]")
 

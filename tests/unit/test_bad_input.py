@@ -157,11 +157,12 @@ CASES = [
     ),
     # data
     ("data.source=FOLDER/none.jsonl", ["data.source=FOLDER/none.jsonl: not a file. Fix: correct"]),
+    ("data.more_sources=[FOLDER/none.jsonl]", ["data.more_sources=FOLDER/none.jsonl: not a file. Fix: correct"]),
     (
         "data.source=FOLDER/good.py",
         ["data.source=FOLDER/good.py: unknown data source. Fix: use arithmetic, reasoning_gym:TASK,"],
     ),
-    ("data.source=FOLDER/no.parquet", ["data.source=FOLDER/no.parquet: not a Parquet file"]),
+    ("data.source=FOLDER/no.parquet", ["FOLDER/no.parquet: not a Parquet file"]),
     (
         "data.source=FOLDER/malformed.jsonl",
         ["FOLDER/malformed.jsonl:2: column 'prompt': expected text or a list of {role, content} messages"],

@@ -262,7 +262,7 @@ def test_evaluate_reports_errors_before_anything_starts(
 def test_evaluate_warns_that_it_ignores_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     keys = [SETS, f"run.folder={tmp_path}", "actor.lora.rank=4", "actor.lora.path=/adapters"]
     assert run_command("evaluate", "/no/model", QUICKSTART, *keys) == 2
-    assert capsys.readouterr().out.startswith("warning: actor.lora.path=/adapters is ignored")
+    assert capsys.readouterr().out.startswith("megarl: warning: actor.lora.path=/adapters: ")
 
 
 def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

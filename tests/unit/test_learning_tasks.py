@@ -8,7 +8,16 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from megarl.rewards.knights_knaves import knights_knaves
 from tests.e2e.knights import FITS, NOT, PEOPLE, answer, puzzles, thought
-from tests.e2e.learning_tasks import of_forward_kl, of_reverse_kl, write_hinted, write_teacher, write_token_scorer
+from tests.e2e.learning_tasks import (
+    EVEN,
+    of_forward_kl,
+    of_reverse_kl,
+    trained_teacher,
+    write_hinted,
+    write_teacher,
+    write_token_scorer,
+)
+from tests.tiny_model import tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -54,6 +63,19 @@ def test_teacher_writes_its_tokens_after_any_text(tmp_path):
         probabilities = model(torch.tensor([[3, 7, 50, 11, 127]])).logits[0].softmax(-1)
     assert (probabilities[:, [7, 11]].sum(-1) > 0.97).all()
     torch.testing.assert_close(probabilities[:, 7], probabilities[:, 11])
+
+
+@pytest.mark.slow
+def test_trained_teacher_answers_with_its_tokens():
+    good = [tiny_tokenizer().get_vocab()[digit] for digit in EVEN]
+    asked = tiny_tokenizer().encode("<|user|>What is 2+9? Answer with just the number.<eos><|assistant|>")
+    said = torch.tensor(good)[torch.randint(5, (16, 7), generator=torch.Generator().manual_seed(1))]
+    ids = torch.cat((torch.tensor([asked]).expand(16, -1), said), 1)
+    teacher = trained_teacher(tuple(good))
+    with torch.no_grad():
+        probabilities = teacher(ids).logits[:, -8:].softmax(-1)[..., good]
+    assert (probabilities.sum(-1) > 0.98).all()
+    assert (probabilities > 0.1).all()
 
 
 def test_hinted_model_writes_its_tokens_after_a_hint(tmp_path):

@@ -1,4 +1,4 @@
-"""Tests of the scenes: pictures show what the answers say, and files depend only on the seed."""
+"""Tests of the scenes: pictures match the answers, and files depend only on the seed."""
 
 import io
 from collections import Counter
@@ -40,7 +40,7 @@ def test_kinds_of_shapes_have_their_areas():
 
 
 def test_answers_are_uniform_for_each_question():
-    """So a model that does not see the picture answers no better than a random one."""
+    """A model that does not see the picture then performs no better than chance."""
     random, answers = Random(2), {}
     for _ in range(6000):
         question, answer = scene(random).question(random)

@@ -7,7 +7,8 @@ import re
 from tests.paths import ROOT
 
 LIMITS = [
-    r"^(DEADLINE|END|RUN|START|TIMEOUT|WAIT)\w*_S = [\d.]+$",
+    r"^\w+_S = [1-9][\d.]*$",
+    r"\b(timeout_s|seconds)=\d{2,}",
     r"\btimeout=\d{2,}\b",
     r"\.(wait|join|poll|result)\((timeout=)?\d+\)",
     r"monotonic\(\) \+ \d{2,}",

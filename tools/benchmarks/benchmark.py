@@ -53,8 +53,8 @@ def run_benchmark(
     that other processes used, unless the figures contain them.
 
     Args:
-        measure: returns the figures, given the options and a temporary folder; several by the name that the command
-            line selects.
+        measure: returns the figures, given the options and a temporary folder. If it is a mapping, the command line
+            selects one of its functions by name.
         options: arguments of ArgumentParser.add_argument.
     """
     parser = argparse.ArgumentParser(description=description.partition("\n\n")[0])

@@ -79,7 +79,7 @@ CALLS = 6
 and the wait for the checkpoint's files."""
 
 ANSWERING = 2
-"""Number of processes that answer for all ranks and engines."""
+"""Number of processes that stand in for all ranks and engines."""
 
 NUM_METRICS = 40
 """Number of metrics that a rank returns per update."""
@@ -287,7 +287,7 @@ CASES = {
 
 @ray.remote(num_cpus=0, max_concurrency=64)
 class StubProcess(ProcessActor):
-    """Answers for many ranks and engines."""
+    """Stands in for many ranks and engines."""
 
     def prepare(self, config: Config, hf_config: dict[str, Any], ranks: Sequence[int]) -> None:
         """Prepare the results of a start, for these ranks and all engines."""
@@ -317,7 +317,7 @@ class StubProcess(ProcessActor):
 
 
 def stub_handle(actor: Any, rank: int) -> SimpleNamespace:
-    """Return the handle of one rank or engine. It forwards calls to the process that answers for it."""
+    """Return the handle of one rank or engine. It forwards calls to the process that stands in for it."""
     call = SimpleNamespace(options=lambda **o: SimpleNamespace(remote=partial(actor.call.options(**o).remote, rank)))
     return SimpleNamespace(__ray_ready__=actor.__ray_ready__, call=call)
 

@@ -32,7 +32,7 @@ RESULTS = FOLDER / "results"
 WIDTH = 120
 PAGES: dict[str, tuple[str, ...]] = {
     "README.md": ("headlines",),
-    "configs/README.md": ("learning", "image_learning", "published", "recipes"),
+    "configs/README.md": ("learning", "learning_curves", "image_learning", "published", "recipes"),
     "tools/benchmarks/README.md": ("figures", "gpu"),
 }
 """Page -> its blocks, each with a template."""
@@ -58,7 +58,8 @@ def write() -> None:
 
 
 def record(name: str, runs: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Replace runs in a result, keep the others if they are `known`, in that order, and update the pages."""
+    """Replace runs in a result, and update the pages. Other runs are kept if they are `known`. The order is that of
+    `known`."""
     if not runs:
         return
     found = result(name)["runs"] | runs
@@ -93,7 +94,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def machine_of(found: Mapping[str, Any]) -> str:
-    """Return a phrase that names a result's machine, to begin a sentence with."""
+    """Return the beginning of a sentence, which names a result's machine."""
     cpu, _, cores = found["machine"]["cpu"].partition(", ")
     number = cores.removesuffix(" cores")
     return f"Measured on {number} {cpu} cores with {found['machine']['memory_gib']} GiB of RAM and no GPU"
@@ -140,6 +141,25 @@ def learned_ratios(found: Mapping[str, Any], option: str, rate: float) -> list[f
     return [own / exact for own, exact in pairs]
 
 
+def samples_to_reach(curve: Mapping[str, Sequence[float]], reward: float) -> float | None:
+    """Return the number of samples up to the first step with this reward."""
+    reached = (count for count, mean in zip(curve["samples"], curve["reward"], strict=True) if mean >= reward)
+    return next(reached, None)
+
+
+def samples_to_stay_within(curve: Mapping[str, Sequence[float]], part: str, limit: float) -> float | None:
+    """Return the number of samples up to the step from which on a part stays within a limit."""
+    above = [step for step, value in enumerate(curve[part]) if value > limit]
+    first = above[-1] + 1 if above else 0
+    return curve["samples"][first] if first < len(curve["samples"]) else None
+
+
+def measured(curve: Mapping[str, Sequence[float]], part: str, samples: int, digits: str = ".2f") -> str:
+    """Return a table's cell with the value after a number of samples, empty if no step ended there."""
+    value = dict(zip(curve["samples"], curve[part], strict=True)).get(samples)
+    return "" if value is None else f"{value:{digits}} "
+
+
 def power(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
@@ -165,6 +185,7 @@ ENVIRONMENT.globals |= dict(
     **dict(result=lambda name: result(name), machine_of=machine_of, moved=moved, proven=proven, meanwhile=meanwhile),
     **dict(by_size=by_size, actor_seconds=actor_seconds, power=power),
     **dict(learned=learned, learned_ratios=learned_ratios, sizes=sizes, mean=mean),
+    **dict(samples_to_reach=samples_to_reach, samples_to_stay_within=samples_to_stay_within, measured=measured),
     **dict(GOODPUT_GPUS=GPUS, GOODPUT_TARGET=TARGET, CAUSES=CAUSES),
     **dict(median=median, FACTOR=FACTOR, QUIET_PERCENT=QUIET_PERCENT, PLANNED=PLANNED),
 )

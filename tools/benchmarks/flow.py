@@ -163,7 +163,7 @@ def requests_of(case: Case) -> list[ImageRequest]:
 
 def rollout(case: Case, _: Sequence[LatentSample]) -> Work:
     engine, requests, loop = engine_of(case), requests_of(case), asyncio.new_event_loop()
-    return lambda: loop.run_until_complete(engine.generate(requests))  # asyncio.run would describe all samples
+    return lambda: loop.run_until_complete(engine.generate(requests))  # asyncio.run would call repr on the samples
 
 
 def plain_rollout(case: Case, _: Sequence[LatentSample]) -> Work:

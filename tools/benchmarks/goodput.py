@@ -67,8 +67,8 @@ def measured_restart(run: Path) -> dict[str, float]:
 
 
 def models(restart: Mapping[str, float]) -> dict[str, FailureModel]:
-    """Return the model of each recovery on GPUS devices, with Llama 3's failure rate. On as many devices, a restart
-    takes longer by the driver's measured CPU time to start the ranks."""
+    """Return a failure model per kind of recovery, for GPUS devices with Llama 3's failure rate. A restart takes the
+    measured time and the CPU time that the driver needs to start this many ranks."""
     from megarl.cluster.nodes.members import NODE_LOSS_S  # imports Ray
 
     driver_s = sum(json.loads(START.read_text())["driver_cpu_seconds"].values())

@@ -41,7 +41,7 @@ LINK = "import site; site.addsitedir({packages!r})\nimport sys; sys.modules['vll
 
 TIMES = ("step", "rollout", "reward", "train", "refit")
 LEFT_OUT = 2
-"""Number of first steps to exclude in runs with staleness, because queues fill and kernels are compiled in them."""
+"""Number of initial steps to exclude in runs with staleness, because queues fill and kernels are compiled in them."""
 
 SEPARATE = (
     "actor.layout={pp: 1, last_stage_layers: null}",

@@ -124,7 +124,8 @@ def row_by_row(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def in_fp8(activations: bool) -> Linear:
-    """Quantize weights in blocks of 128 × 128, and activations by 128 channels per token, as vLLM does on GPUs."""
+    """Return a linear layer that quantizes weights in blocks of 128 × 128 and, if `activations` is set, activations by
+    128 channels per token, as vLLM does on GPUs."""
 
     def linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = hidden.flatten(0, -2)

@@ -36,7 +36,7 @@ LAYOUTS = {"1 process": {}, "PP2": {"pp": 2}, "DP2": {"dp": 2}}
 
 
 def against_transformers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Compare one process each, with all cores, on the same samples."""
+    """Compare megarl with transformers on the same samples, each in one process with all cores."""
     case = case_of(arguments, mixed=arguments.what == "mixed")
     megarl = speed("megarl", case, work / "megarl")
     other = speed("transformers", replace(case, microbatch=arguments.other_microbatch), work)

@@ -29,7 +29,7 @@ LAST_LINES = 25
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A function in steps.py, and its time limit in seconds, not counting its imports. Consecutive steps with the same
+    """A function in steps.py, and its time limit in seconds, excluding its imports. Consecutive steps with the same
     nonempty `beside` run at the same time.
     """
 
@@ -66,7 +66,7 @@ def command_of(name: str, result: Path) -> list[str]:
 
 
 class Process:
-    """A step's process. It imports its modules at once, and starts the step when told to."""
+    """A step's process. It imports its modules immediately, and starts the step when `begin` is called."""
 
     def __init__(self, step: Step, folder: Path):
         self.step, self.result, self.log = step, folder / f"{step.name}.json", folder / f"{step.name}.log"
@@ -88,7 +88,7 @@ class Process:
             self._process.stdin.close()
 
     def wait(self, deadline: float) -> dict[str, Any]:
-        """Wait until the step ends, or until its time limit or the deadline. End all its processes and return its
+        """Wait until the step ends, or until its time limit or the deadline. Kill all its processes and return its
         result.
         """
         limit = min(self._begin + self.step.seconds, deadline) - time.monotonic()
@@ -151,13 +151,13 @@ def run(steps: Sequence[Step], folder: Path, minutes: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--minutes", type=float, default=9, help="end after this time (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=9, help="time limit for all steps (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {RESULT} and the steps' logs")
     parser.add_argument("--only", help="names of steps, separated by commas")
     arguments = parser.parse_args()
     names = [step.name for step in STEPS] if arguments.only is None else arguments.only.split(",")
     if unknown := set(names).difference(step.name for step in STEPS):
-        parser.error(f"--only: no step is named {', '.join(sorted(unknown))}: {', '.join(step.name for step in STEPS)}")
+        parser.error(f"--only={','.join(sorted(unknown))}: unknown. Fix: use {', '.join(step.name for step in STEPS)}")
     result = run([step for step in STEPS if step.name in names], arguments.out, arguments.minutes)
     outcomes = [step["outcome"] for step in result["steps"].values()]
     print(f"{outcomes.count('passed')} of {len(outcomes)} steps passed; result: {arguments.out / RESULT}")

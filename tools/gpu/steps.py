@@ -1,7 +1,7 @@
-"""The steps of first_contact.py: python -m tools.gpu.steps NAME RESULT, then a line on standard input to begin.
+"""The steps of first_contact.py: `python -m tools.gpu.steps NAME RESULT` runs one when it reads `go` on standard input.
 
-Without a GPU, MEGARL_REHEARSAL=1 runs them on the CPU with small sizes, to find bugs beforehand. The times are then
-meaningless.
+Without a GPU, set MEGARL_REHEARSAL=1 to run the steps on the CPU with small sizes and find bugs beforehand. The times
+are then meaningless.
 """
 
 from __future__ import annotations

@@ -21,16 +21,24 @@ UNTRAINED = [(0, 2), (0, 3), (1, 0), (3, 4), (4, 1), (4, 3), (5, 0), (5, 1), (5,
 FAR = {(0, 0): 1.9, (1, 2): 1.4, (3, 1): 1.7, (4, 5): -1.5}
 """(sample, token) pairs with log-ratios beyond all bounds of the objectives."""
 
+VOCAB = 5
+"""Number of logits per token."""
+
 SEED = 0
 
 
 def make() -> dict[str, Any]:
-    """Return the batch as lists with one number per sample, or per token of each sample."""
+    """Return the batch as lists with one number per sample, or per token of each sample, and the logits of each
+    token."""
     random = torch.Generator().manual_seed(SEED)
 
     def draw(scale: float) -> list[list[float]]:
         values = [(scale * torch.randn(n, generator=random, dtype=torch.float64)).tolist() for n in LENGTHS]
         return [[round(value, 4) for value in own] for own in values]
+
+    def draw_logits() -> list[list[list[float]]]:
+        values = [(1.5 * torch.randn(n, VOCAB, generator=random, dtype=torch.float64)).tolist() for n in LENGTHS]
+        return [[[round(value, 4) for value in token] for token in own] for own in values]
 
     def add(first: list[list[float]], second: list[list[float]], sign: int = 1) -> list[list[float]]:
         pairs = (zip(*own, strict=True) for own in zip(first, second, strict=True))
@@ -60,11 +68,13 @@ def make() -> dict[str, Any]:
         "values": values,
         "values_now": add(values, draw(0.4)),
         "returns": draw(0.7),
+        "logits": draw_logits(),
+        "teacher_logits": draw_logits(),
     }
 
 
-def padded(rows: list[list[float]]) -> torch.Tensor:
-    """Return rows padded with 0, as float64 [samples, longest]."""
+def padded(rows: list[Any]) -> torch.Tensor:
+    """Return rows padded with 0, as float64 [samples, longest], or [samples, longest, vocabulary] for logits."""
     of_rows = [torch.tensor(own, dtype=torch.float64) for own in rows]
     return torch.nn.utils.rnn.pad_sequence(of_rows, batch_first=True)
 

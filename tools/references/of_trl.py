@@ -1,4 +1,5 @@
-"""TRL's objectives, aggregations and pairwise losses, computed by its trainers' code on given log-probs.
+"""TRL's objectives, aggregations, pairwise losses and divergences, computed by its trainers' code on given log-probs
+or logits.
 
 The trainers' model and accelerator are stubs. The functions call the loss method that the trainers call in every step.
 """
@@ -13,10 +14,11 @@ import torch
 from batch import padded
 from of_verl import value_and_gradient
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer
+from trl.experimental.gkd import GKDTrainer
 from trl.experimental.gmpo import GMPOTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-LONGEST, BETA, KL = 12, 0.2, 0.3
+LONGEST, BETA, KL, TEMPERATURE = 12, 0.2, 0.3, 0.7
 Numbers = dict[str, Any]
 
 POLICY: dict[str, dict[str, Any]] = {
@@ -33,7 +35,7 @@ POLICY: dict[str, dict[str, Any]] = {
 
 
 def numbers(batch: dict[str, Any]) -> Numbers:
-    return policy_losses(batch) | pair_losses(batch) | logit_numbers()
+    return policy_losses(batch) | pair_losses(batch) | divergences(batch) | logit_numbers()
 
 
 def policy_losses(batch: dict[str, Any]) -> Numbers:
@@ -147,6 +149,21 @@ def _bookkeeping() -> dict[str, Any]:
         _total_train_tokens=0,
         _tp_size=1,
     )
+
+
+def divergences(batch: dict[str, Any]) -> Numbers:
+    """Return the mean divergence from the teacher over the trained tokens, and its gradient with respect to the
+    student's logits, by the teacher's share in the mixture."""
+    labels = torch.where(padded(batch["mask"]).bool(), 0, -100)
+    teacher = padded(batch["teacher_logits"])
+
+    def divergence(beta: float) -> dict[str, Any]:
+        options = dict(labels=labels, beta=beta, temperature=TEMPERATURE)
+        return value_and_gradient(
+            batch, lambda now: GKDTrainer.generalized_jsd_loss(now, teacher, **options), of="logits"
+        )
+
+    return {f"divergence/{beta}": divergence(beta) for beta in (0.0, 0.1, 0.5, 1.0)}
 
 
 def logit_numbers() -> Numbers:

@@ -36,7 +36,7 @@ def advantages(batch: dict[str, Any]) -> Numbers:
 def _of_groups(batch: dict[str, Any]) -> Tensors:
     groups = dict(response_mask=padded(batch["mask"]), index=np.array(batch["prompts"]))
     whole = _whole(batch["rewards"], groups["response_mask"])
-    # Give GPG other rewards: its factor counts nonzero ones, and its groups of one have a baseline of 0.
+    # GPG needs different rewards: its factor counts nonzero rewards, and groups of one have a baseline of 0.
     of_gpg = whole + _whole([0.0 if prompt == "b" else 1.0 for prompt in batch["prompts"]], whole)
     of_gpg[batch["prompts"].index("b")] = 0
     plus_plus_baseline = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage

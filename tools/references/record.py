@@ -3,16 +3,22 @@
 pip install --no-deps --target FOLDER -r tools/references/requirements.txt
 PYTHONPATH=FOLDER .venv/bin/python tools/references/record.py
 
-This writes batch.json and a file per library, with its name and version, to tests/published_numbers/.
+This writes batch.json and a file per library, with its name and version, to tests/published_numbers/. The numbers for
+agents come from repositories that are not packages. To record agents.json as well, clone them and pass their folder:
+
+for name in NVIDIA-NeMo/RL langfengQ/DrMAS RAGEN-AI/RAGEN; do (cd CLONES && git clone https://github.com/$name); done
+PYTHONPATH=FOLDER .venv/bin/python tools/references/record.py CLONES
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import of_agents
 import of_torchrl
 import of_trl
 import of_verl
@@ -28,6 +34,8 @@ def main() -> None:
     write("batch", batch)
     for name, library in LIBRARIES.items():
         write(name, {"library": name, "version": version(name), "numbers": library.numbers(batch)})
+    for clones in sys.argv[1:]:
+        write("agents", of_agents.numbers(Path(clones)))
 
 
 def write(name: str, content: dict[str, Any]) -> None:

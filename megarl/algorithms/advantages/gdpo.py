@@ -1,4 +1,4 @@
-"""GDPO: each reward is normalized within the group by itself, and their weighted sum over the step."""
+"""GDPO: normalize each reward within its group, then normalize their weighted sum over the step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def gdpo(group: Sequence[Member], std: str, std_epsilon: float, step_std: str) -
     A_i = Σ_k w_k·(r_ik − mean(r_k)) / (std(r_k) + std_epsilon), where k are the rewards and w_k their weights
     (https://arxiv.org/abs/2601.05242).
 
-    The part of the reward that comes from no single reward, which is the KL and per-token rewards, is compared with its
-    mean and not divided. The rewards of a sample without `parts` count as one.
+    The remainder of a sample's reward (the KL and per-token rewards) is centered on its group mean but not scaled. The
+    reward of a sample without `parts` counts as a single part.
 
     Args:
         std: "sample" divides the squared deviations by n − 1, "population" by n. "none" skips the division.
@@ -33,8 +33,8 @@ def step_moments(
     groups: Sequence[Sequence[Member]], std: str, std_epsilon: float, step_std: str
 ) -> tuple[float, float] | None:
     """Return mean(A) and std(A) + std_epsilon over the samples in all groups of the step, in which each rollout counts
-    once (https://arxiv.org/abs/2601.05242). Groups of one sample are left out, because it has nothing to be
-    compared with. step_std="none" skips the normalization."""
+    once (https://arxiv.org/abs/2601.05242). Groups of one sample are excluded, because their rewards are not
+    compared. step_std="none" skips the normalization."""
     sums = [a for group in groups if len(group) > 1 for a in _advantages(group, std, std_epsilon)]
     if step_std == "none" or not sums:
         return None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST = 1e-8
-"""Lower bound on the probability 1 − p, which keeps the logarithm in the binary divergence finite."""
+"""Lower bound on the probabilities 1 − p and 1 − q, which keeps the logarithm in the binary divergence finite."""
 
 
 def dppo_kl(
@@ -23,8 +23,8 @@ def dppo_kl(
     divergence_limit: float,
     divergence_limit_negative: float | None = None,
 ) -> PolicyLoss:
-    """Return ℓ = −M·ρ·A as in dppo_tv, with the binary divergence KL(π_old ‖ π) between this token and all others
-    together: p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), with p under π_old and q under π.
+    """Return ℓ = −M·ρ·A as in dppo_tv, with the binary divergence KL(π_old ‖ π) of two outcomes, this token or any
+    other: p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), with p under π_old and q under π.
 
     DPPO-Binary-KL (https://arxiv.org/abs/2602.04879).
     """

@@ -165,7 +165,7 @@ class ImageEngineActor(EngineProcess):
             from megarl.rollout.diffusers.engine import DiffusersEngine
         device.claim(self._process.threads)
         denoising, pipeline = self._config.rollout.denoising, self._model_folder.parent
-        # For image engines too, `megarl evaluate` sets this vLLM argument to load the weights from the folder.
+        # `megarl evaluate` sets this vLLM argument for all engines, so that they load the weights from the folder.
         loads_weights = self._config.rollout.vllm_overrides.get("load_format") == "auto"
         dtype = self._config.model.dtype
         self._worker = DiffusersEngine(pipeline, dtype, denoising.max_batch, denoising.offload, loads_weights)

@@ -289,7 +289,7 @@ class EngineGroup(ReplicaGroup):
         return self._run_on_each(self._info, texts)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> Pending[dict[str, list[str] | None]]:
-        """Compare every engine's weights with checksums. The result maps each engine's name to the lines of
+        """Compare every engine's weights with checksums. The result maps each engine's name to the return value of
         Engine.differing."""
         return self._run_on_each(self._differing, share(expected))
 
@@ -351,5 +351,5 @@ class ImageEngineGroup(EngineGroup):
 
 
 def engine_group(config: Config) -> type[EngineGroup]:
-    """Return the class of the run's engines."""
+    """Return the group class for the run's engines."""
     return ImageEngineGroup if config.samples_images else EngineGroup

@@ -1,4 +1,4 @@
-"""The processes in a role and their Ray actors."""
+"""The processes of one role and their Ray actors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class AsyncProcessActor(ProcessActor):
 
 
 class WorkerGroup:
-    """The processes in one role. A remote method runs in all of them and returns a Pending with their results."""
+    """The processes of one role. A remote method runs in all of them and returns a Pending with their results."""
 
     title: ClassVar[str]
     """Name of the actor class. The titles of its processes start with this name."""

@@ -155,7 +155,7 @@ def _kill(ids: Sequence[ProcessId]) -> None:
 
 
 class RankGroup(WorkerGroup):
-    """All ranks in a role."""
+    """All ranks of one role."""
 
     actor_class: ClassVar[Any]
     """A class derived from RankActor, as a Ray actor."""
@@ -252,6 +252,5 @@ class RankGroup(WorkerGroup):
         self.packing, self.kernels = started[0].packing, started[0].kernels
 
     def _by_rank(self, batches: Sequence[RankBatch]) -> list[tuple[RankBatch]]:
-        """Return the arguments of each rank for a remote method whose argument is the batch of the data-parallel
-        rank."""
+        """Return each rank's arguments for a remote method that takes the batch of its data-parallel rank."""
         return [(batches[rank],) for rank in self._data_parallel_ranks]

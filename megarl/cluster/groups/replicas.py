@@ -1,4 +1,5 @@
-"""Engine replicas: Ray actors to which a router assigns work. Any of them may be lost without ending the run."""
+"""Engine replicas: Ray actors to which a router assigns work. The run survives the loss of a replica if another one can
+take over its work."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def end_process() -> None:
 
 
 class ReplicaGroup(WorkerGroup):
-    """All engines in one role. All work for one prompt goes to the least-loaded engine, where it shares a prefix
+    """All engines of one role. All work for one prompt goes to the least-loaded engine, where it shares a prefix
     cache. When an engine is lost, the remaining engines take over its work while it restarts."""
 
     actor_class: ClassVar[Any]

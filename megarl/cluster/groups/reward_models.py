@@ -36,8 +36,8 @@ class RewardModelGroup(RankGroup):
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
 
     def scores(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
-        """Return the scores of each sample: one per response token, float32 [R], or a single one, float32 [1], with a
-        sequence classifier."""
+        """Return the scores of each sample: one per response token, float32 [R]; with a sequence classifier, a single
+        one, float32 [1]."""
         return self._score_tokens.on_each(self._by_rank(RankBatch.split(samples, self.packing)))
 
 
@@ -78,6 +78,6 @@ class RewardEngineGroup(ScoringEngineGroup):
         super().__init__(session, config, model_folder, processes, "reward_model")
 
     def scores(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
-        """Score each response token, float32 [R], or each sample, [1], with a sequence classifier. With a
-        judge, return the token ids of its response for each sample, int64 [A]."""
+        """Return the scores of each sample: one per response token, float32 [R]; with a sequence classifier, a single
+        one, float32 [1]; with a judge, the token ids of its response, int64 [A]."""
         return self._route_samples("rewards", samples, self._score.method, self._score.on)

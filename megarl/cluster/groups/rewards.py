@@ -449,8 +449,8 @@ class RewardGroup(WorkerGroup):
         self._begin_finished.on_first(folder.resolve(), version).result()
 
     def load_finished(self, files: Sequence[GroupFile]) -> list[list[SampleRef]]:
-        """Read finished groups, and the reward functions' results for them, which are then not called again. A damaged
-        file is skipped with a warning."""
+        """Return the finished groups in these files. Reward functions are not called again if their results are in the
+        files. A damaged file is skipped with a warning."""
         return self._load_finished.on_first(files).result()
 
     def write_advantages(

@@ -1,4 +1,4 @@
-"""Spare processes, which become a model's ranks without the time to start Python and to import Megatron."""
+"""Spare processes, which have already started Python and imported Megatron when they become a model's ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMOTE_S = 5.0
 """Timeout in seconds for a spare to become a rank. It takes milliseconds, unless the process is suspended."""
 
 MAX_FAILURES = 3
-"""Number of failed spare processes of a rank after which no further one is started."""
+"""Number of failed spare processes after which a rank gets no new one."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Spare:
 
 class SpareProcesses:
     """A model's spare processes, at most one per rank, on the rank's node. The run does not depend on them: a spare
-    that has died is started again, and a rank without a spare starts in a new process."""
+    that has died is replaced, and a rank without a spare starts in a new process."""
 
     def __init__(self, processes: Sequence[Process], create: Callable[[Process], ActorHandle], logs: Path):
         """`create` starts the actor of a rank's spare. Spares have their own logs until they become ranks."""

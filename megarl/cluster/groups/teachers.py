@@ -146,8 +146,8 @@ class TeacherGroup(RankGroup):
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> Pending[Scores]:
         """Score the samples of the teacher's prompts. Return sample id -> log-prob of each response token, float32 [R],
-        final hidden states, [R, h], or most probable tokens. See TeacherWorker.score_tokens. `feedback`: as in
-        ScoredPrompts.select_samples."""
+        final hidden states, [R, h], or packed TopTokens, float32 [R, 2k + 1]. See TeacherWorker.score_tokens.
+        `feedback`: as in ScoredPrompts.select_samples."""
         batches = self.prompts.batches(samples, self.packing, feedback)
         return self._score_tokens.on_each(self._by_rank(batches)) if batches else ready({})
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
-"""The parts of a model's state that a key `offload` may name."""
+"""The parts of a model's state that an `offload` key may list."""
 
 
 class TrainerRank(CopyingRank):
@@ -118,7 +118,7 @@ def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tupl
 
 
 def _first_result(parts: Sequence[list[T]]) -> list[T]:
-    """Return the result of the first replica. The other ranks' results are equal or empty."""
+    """Return the first nonempty result. Only one rank per replica returns a result, and these are equal."""
     return next(part for part in parts if part)
 
 
@@ -308,7 +308,7 @@ class TrainerGroup(CopyingGroup):
         return self._score_as_teacher.on_each((teacher, batch) for (batch,) in self._by_rank(batches))
 
     def differences(self, batches: Sequence[RankBatch], scoring: Scoring) -> Pending[dict[str, list[float]]]:
-        """Compute the difference of each response token's log-prob, trainer minus engine, by sample id."""
+        """Compute each response token's log-prob in the trainer minus its log-prob in the engine, by sample id."""
         arguments = [(batch, scoring) for (batch,) in self._by_rank(batches)]
         return self._differences.on_each(arguments)
 

@@ -87,7 +87,7 @@ class VllmActor(ReplicaActor):
         """Build the engine. Its attribute `has_lost_a_rank` becomes true when one of its ranks dies."""
 
     def _start_others(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the engine's other parts. Return the engine arguments for the first part."""
+        """Start the engine's other parts, if any. Return the engine arguments that the first part needs in addition."""
         parts = self._process.parts
         if len(parts) == 1:
             return {}

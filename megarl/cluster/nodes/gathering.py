@@ -10,6 +10,7 @@ import ray
 
 from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
 from megarl.core.errors import RunFailure, UserError
+from megarl.core.text import counted
 
 POLL_S = 0.2
 CONNECT_S = 2.0
@@ -30,10 +31,8 @@ def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder:
         for report in joined:
             if report.name not in announced:
                 announced.add(report.name)
-                print(
-                    f"node {report.name}: joined from {report.address} with {report.cores} cores, {report.gpus} GPUs",
-                    flush=True,
-                )
+                size = f"{counted(report.cores, 'core')}, {counted(report.gpus, 'GPU')}"
+                print(f"node {report.name}: joined from {report.address} with {size}", flush=True)
         if len(joined) >= count:
             return joined[:count]
         if time.monotonic() > deadline:

@@ -23,6 +23,7 @@ from megarl.core import device
 from megarl.core.cores import usable_cores
 from megarl.core.errors import RunFailure, UserError, print_error
 from megarl.core.interpreter import PYTHON
+from megarl.core.text import counted
 
 POLL_S = 0.5
 MARGIN_S = 15.0
@@ -97,7 +98,7 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
                 return True
             if interrupts.is_signaled and not has_requested:
                 has_requested = True
-                rendezvous.request_leave(report.name, "a signal ends megarl join on this node")
+                rendezvous.request_leave(report.name, "megarl join received a signal on this node")
             if memory.peak_gb() != report.peak_gb:
                 report = replace(report, peak_gb=memory.peak_gb())
                 rendezvous.report(report)
@@ -166,8 +167,8 @@ def _report(invitation: Invitation) -> Report:
         )
     elif gpus < invitation.gpus:
         problem = (
-            f"node {name}: this node has {gpus} GPUs, but the run uses {invitation.gpus} per node. Fix: run megarl "
-            f"join on a node with at least {invitation.gpus}"
+            f"node {name}: this node has {counted(gpus, 'GPU')}, but the run uses {invitation.gpus} per node. "
+            f"Fix: run megarl join on a node with at least {invitation.gpus}"
         )
     return Report(name, invitation.id, address, usable_cores(), gpus, problem=problem)
 

@@ -18,8 +18,8 @@ node is busy."""
 
 
 class Members:
-    """The run's nodes. Further nodes may join at any time and are spare nodes. A spare node that replaces a lost or
-    dismissed one takes over its number."""
+    """The run's nodes. More nodes may join at any time as spare nodes. A spare node that replaces a lost or dismissed
+    one takes over its number."""
 
     def __init__(self, first: str, others: Sequence[Report] = (), rendezvous: NodeRendezvous | None = None):
         """first: Ray's id for the driver's node, which has the number 0. others: reports of the other nodes."""
@@ -41,7 +41,7 @@ class Members:
         return self._others[number - 1].name if number else own_name()
 
     def leave_requests(self) -> dict[int, str]:
-        """Return the reasons of the requests to replace nodes, by node number."""
+        """Return the reasons for the pending requests to replace nodes, by node number."""
         requests = {} if self._rendezvous is None else self._rendezvous.leave_requests()
         return {number: requests[name] for number in range(len(self)) if (name := self.name(number)) in requests}
 

@@ -42,7 +42,7 @@ NODES, INVITATION, STACKS, LOST = "nodes", "invitation.json", "stacks.json", "lo
 RELEASED, LEAVE = "released.json", "leave-"
 
 MAX_REASON = 200
-"""Maximum number of characters of a request's reason that are printed."""
+"""Maximum length, in characters, of the printed reason for a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Invitation:
     """The information that a node needs to join the run.
 
     Attributes:
-        id: distinguishes the invitation from stale ones by earlier attempts.
+        id: distinguishes the invitation from stale ones of earlier attempts.
         host: the first node's address.
         port: port of Ray's GCS on the first node.
         token: Ray's authentication token; because of it, only the run's user may read the file.
@@ -155,7 +155,7 @@ class NodeRendezvous:
         replace_text(self._folder / f"{LEAVE}{name}", reason)
 
     def leave_requests(self) -> dict[str, str]:
-        """Return the reasons of the pending requests to replace nodes, by node name."""
+        """Return the reasons for the pending requests to replace nodes, by node name."""
         requests = {}
         for file in self._folder.glob(f"{LEAVE}*"):
             name = file.name.removeprefix(LEAVE)

@@ -32,7 +32,7 @@ class ProcessId:
     """A process on this node. Its start time distinguishes it from a later process with the same number.
 
     Attributes:
-        started: clock ticks between the start of the machine and that of the process.
+        started: clock ticks from the boot of the machine to the start of the process.
     """
 
     pid: int

@@ -127,7 +127,7 @@ def _sweep(folder: Path) -> str | None:
     except BlockingIOError:
         return None  # the run that owns the folder has not ended
     except OSError as error:
-        # flock's error has no filename; errors on descriptors have their number
+        # The error of flock has no filename. Errors on a descriptor have its number as the filename.
         name = folder if error.filename is None or isinstance(error.filename, int) else error.filename
         return None if _is_gone(folder) else f"{Path(name).name}: {error.strerror}"
     return None

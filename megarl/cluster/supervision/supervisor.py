@@ -139,7 +139,7 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
 
 
 def _handled_signals() -> list[int]:
-    """Return the signals that end a run, without ignored signals: nohup, for example, ignores SIGHUP."""
+    """Return the signals that end a run, except ignored ones: nohup, for example, ignores SIGHUP."""
     return [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
 
 

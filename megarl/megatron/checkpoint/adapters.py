@@ -1,4 +1,4 @@
-"""Export of a run's adapters as a folder for PEFT or diffusers, or merged into their base model."""
+"""Exports a run's adapters as a folder for PEFT or diffusers, or merged into their base model."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _has_mtp(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool
 
 
 def _has_tower(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool:
-    """Return whether the folder has a complete vision tower, or only such folders exist in the model's family."""
+    """Return whether the folder has a complete vision tower, or is of a family that vLLM runs only with it."""
     vision = vision_of(add_vision(hf_config)) if WHOLE in hf_config and VISION in hf_config else None
     if vision is None:
         return False
@@ -281,7 +281,8 @@ def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | Non
 
 
 def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Return parameter name -> dtype of its canonical tensors. Parameters with only padding are omitted."""
+    """Return parameter name -> dtype of its canonical tensors. Parameters with only padding are omitted. Raise a
+    UserError if a parameter's tensors differ in dtype."""
     by_parameter: dict[str, str] = {}
     for tensor, piece in holder.shard.canonical_pieces:
         dtype = dtypes[tensor]

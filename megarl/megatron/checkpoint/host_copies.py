@@ -1,7 +1,7 @@
 """Copies of a rank's training state in its node's shared memory. They outlive the process, and a new process with the
 same rank resumes from them.
 
-A copy holds, bit for bit, what a checkpoint stores for the rank's own range of the trained parameters, together with
+A copy is as exact as a checkpoint: it holds the rank's own range of the trained parameters and their optimizer state,
 router biases, mutable weight snapshots, counters and RNG states. Everything else is loaded from the model folder.
 Unlike a checkpoint, a copy can be restored only with the same layout, and writing it needs neither disk nor peers.
 """
@@ -53,8 +53,8 @@ class Spec(NamedTuple):
 
 
 class HostCopies:
-    """One rank's last two copies, each in a slot. A slot's record is deleted before its tensors are
-    written and rewritten afterwards, so a rank that is killed while it copies leaves the other slot's copy intact."""
+    """One rank's last two copies, each in a slot. A slot's record is deleted before its tensors are written, and is
+    written afterwards. A rank that is killed while it copies thus leaves the other slot's copy intact."""
 
     def __init__(self, folder: Path, rank: str):
         """`folder` is a private folder in shared memory, and `rank` names the rank's files in it."""
@@ -75,8 +75,8 @@ class HostCopies:
     @contextmanager
     def write_memory(self, step: int, record: str, num_bytes: int) -> Iterator[torch.Tensor]:
         """Yield the memory of a new copy, which the body fills. The copy exists once the body has finished. It replaces
-        a copy of the same or a later step, which an interrupted attempt at the step has left, or else the older copy.
-        Raise InfrastructureFailure if the shared memory is full."""
+        a copy of the same or a later step, left by an interrupted attempt, or else the older copy. Raise
+        InfrastructureFailure if the shared memory is full."""
         records = {slot: read_record(self._folder, self._rank, slot) for slot in SLOTS}
         steps = {slot: -1 if found is None else found["step"] for slot, found in records.items()}
         slot = min(SLOTS, key=lambda slot: -1 if steps[slot] >= step else steps[slot])
@@ -91,20 +91,20 @@ class HostCopies:
         hidden.rename(path)
 
     def has(self, step: int) -> bool:
-        """Return whether there is a copy after `step`."""
+        """Return whether there is a copy of the state at the end of `step`."""
         return self._slot(step) is not None
 
     def read(self, step: int, specs: Mapping[str, Spec]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return the tensors and values of the copy after `step`."""
+        """Return the tensors and values of the state at the end of `step`."""
         record, memory = self.read_memory(step)
         return _tensors(memory, specs), json.loads(record)["values"]
 
     def discard_after(self, step: int) -> None:
-        """Discard copies after steps later than `step`."""
+        """Discard the copies of states at the end of steps later than `step`."""
         discard_after(self._folder, self._rank, step)
 
     def read_memory(self, step: int) -> tuple[str, torch.Tensor]:
-        """Return the record and the memory of the copy after `step`."""
+        """Return the record and the memory of the copy of the state at the end of `step`."""
         slot = self._slot(step)
         assert slot is not None, f"{self._folder}: no copy of {self._rank} after step {step}"
         record, tensors = (copy_file(self._folder, self._rank, slot, kind) for kind in ("json", "tensors"))

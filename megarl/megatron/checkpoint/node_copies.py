@@ -35,7 +35,7 @@ class NodeCopies:
     not wait for the delivery, which only reads the copy."""
 
     def __init__(self, folder: Path, role: str, rank: int, store: Store, timeout_s: float):
-        """`folder` is a private folder in shared memory, and `store` that of the rank's process group."""
+        """`folder` is a private folder in shared memory, and `store` is the store of the rank's process group."""
         self._folder, self._role, self._rank, self._store = folder, role, rank, store
         self._timeout = timedelta(seconds=timeout_s)
         self._by_rank: dict[int, HostCopies] = {}
@@ -72,7 +72,7 @@ class NodeCopies:
         return _problem(self._copied), _problem(self._delivered)
 
     def close(self) -> None:
-        """Wait for the latest copy and its delivery. Print errors, because no run needs these copies any more."""
+        """Wait for the latest copy and its delivery. Errors are only printed: the copies are no longer needed."""
         for task in (self._copied, self._delivered):
             if (error := task.exception()) is not None:
                 print(f"copies: {error!r}", flush=True)
@@ -84,8 +84,8 @@ class NodeCopies:
             self._of(rank).discard_after(step)
 
     def fetch(self, step: int, keepers: Sequence[int]) -> None:
-        """Fetch this rank's copy after `step` from another node unless it is on this one, and deliver copies to keepers
-        that do not hold them. Collective over all ranks. Raise InfrastructureFailure if a rank's copy is on no node."""
+        """Fetch this rank's copy after `step` from another node unless this node has it, and deliver copies to keepers
+        that do not hold them. Collective over all ranks. Raise InfrastructureFailure if no node has a rank's copy."""
         held = self._gathered([rank for rank in range(dist.get_world_size()) if self._of(rank).has(step)])
         if lost := without_copy(held):
             names = ", ".join(f"{self._role}-{rank}" for rank in lost)

@@ -87,7 +87,7 @@ def restore(
     checkpoint's parameters do not match the trained parameters.
 
     Args:
-        num_updates: number of updates that the stored state has seen.
+        num_updates: number of updates before the state was stored.
         stored_keys: keys of all trained weights and their state in the checkpoint.
     """
     initialize(optimizer)

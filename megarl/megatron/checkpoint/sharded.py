@@ -92,7 +92,7 @@ class Saving:
                 "or repair the disk, then resume with resume=auto"
             ) from error
         self._thread.shutdown()
-        # Return the memory of the freed copies, of which glibc would otherwise keep more with every save.
+        # Return the freed copies' memory to the system. Otherwise, glibc would keep more of it after every save.
         ctypes.CDLL(None).malloc_trim(0)
         return [replace(record, path=str((self._folder / record.path).relative_to(checkpoint))) for record in records]
 
@@ -212,8 +212,7 @@ def load(
             random_state.restore(loaded[RANDOM])
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{folder}: the state of the random generators is malformed ({error}). Fix: resume from another "
-                "checkpoint"
+                f"{folder}: the RNG state is malformed ({error}). Fix: resume from another checkpoint"
             ) from None
     return counters
 
@@ -245,7 +244,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
             )
             save_state(state, storage_writer=writer, planner=planner, process_group=parallel.host_group())
 
-        # Megatron's finalization callbacks are skipped: they are collectives, and training is using those groups.
+        # Skip Megatron's finalization callbacks: they are collectives over process groups that training is using.
         return AsyncRequest(write, (), [])
 
 

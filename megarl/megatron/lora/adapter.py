@@ -69,7 +69,7 @@ class Adapter(torch.nn.Module):
         self._scale, self._communicate = scale, communicate
         for name, factor in (("lora_A", inner), ("lora_B", outer)):
             if name == shared:
-                object.__setattr__(self, name, factor)  # do not register as a submodule
+                object.__setattr__(self, name, factor)  # registered in the other module only
             else:
                 setattr(self, name, factor)
 

@@ -118,7 +118,7 @@ def _adapter(
             reduced_with_dense = weight.allreduce  # pyright: ignore[reportAttributeAccessIssue]  # a mark that Megatron sets
             _mark_expert_factor(factor, is_cut, process_group, reduced_with_dense)
         else:
-            # Each rank sees only some of the tokens, so its gradient is partial.
+            # Under sequence parallelism, each rank sees only some of the tokens, so its gradient is partial.
             mark(factor.weight, tensor_model_parallel=is_cut, sequence_parallel=not is_cut and in_sequence)
     if adapted.shared is not None:
         factors[adapted.shared] = _shared_by_experts(model, adapted, adapted.shared, factors[adapted.shared])

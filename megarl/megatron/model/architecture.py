@@ -26,8 +26,8 @@ FORM = (
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
     *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )
-"""Fields that only some models set and that define the function of the model. With an override, the trainer would
-compute a different function than the engine and the exported model."""
+"""Fields that only some models set and that determine the model's outputs. If they were overridden, the trainer's model
+would differ from the engine's and from the exported one."""
 
 
 @dataclass

@@ -54,7 +54,7 @@ MODEL_DEFAULTS = (
 )
 DDP_DEFAULTS = (
     *("num_distributed_optimizer_instances", "use_custom_fsdp", "use_megatron_fsdp"),
-    # These checks terminate a rank with a non-finite gradient, for which its peers would wait.
+    # These checks terminate a rank with a non-finite gradient, and its peers would then wait for it.
     *("check_for_nan_in_grad", "check_for_large_grads"),
 )
 """Fields of TransformerConfig and DistributedDataParallelConfig whose defaults the loss, head and weights require."""
@@ -65,7 +65,7 @@ PLACEMENT = (
     *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
     *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
 )
-"""TransformerConfig fields with which a rank would have other layers, weights or tokens than actor.layout assigns."""
+"""TransformerConfig fields that would give a rank other layers, weights or tokens than its section's layout does."""
 
 ROUTING = dict(moe_router_bias_update_rate=0.0)
 """Router biases are not updated, because balancing expert load would change the policy without a gradient."""
@@ -239,9 +239,9 @@ def transformer_config(settings: Placed, hf_config: Mapping[str, Any], dtype: to
 
 
 def check_dispatcher(key: str, fields: dict[str, Any], layout: Layout) -> None:
-    """Raise a UserError, which names the config key of the TransformerConfig fields, if Megatron's flexible dispatcher
-    is selected but cannot work. It communicates with DeepEP (https://github.com/deepseek-ai/DeepEP), whose kernels use
-    NVLink and InfiniBand."""
+    """Raise a UserError if Megatron's flexible dispatcher is selected but cannot work. It communicates with DeepEP
+    (https://github.com/deepseek-ai/DeepEP), whose kernels use NVLink and InfiniBand. `key` is the config key of the
+    TransformerConfig fields."""
     if fields["moe_token_dispatcher_type"] != "flex":
         return
     wrong = None

@@ -148,7 +148,7 @@ class LogProbHead(ColumnParallelLinear):
         targets = request.targets
         covers_rows = len(request.scored_rows) == 1 and len(request.scored_rows[0].rows) == len(targets) > 0
         if covers_rows and self._vocab_size_with(0) == self.vocab_size:
-            # Divergences over the vocabulary exclude candidate tokens.
+            # There are no candidate tokens: the config rejects them with a divergence between distributions.
             scored = self._divergence(hidden, weight, 0, request.scored_rows[0].states, targets)
             return scored[:, :2], [scored[:, 2:]]
         columns = []

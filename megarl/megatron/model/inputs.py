@@ -155,5 +155,5 @@ def _attention(
 
 
 def _rotary_positions(batch: TokenBatch) -> torch.Tensor:
-    """Return int64 [T] or, with images, [3, T]."""
+    """Return the positions for the rotary embedding, int64 [T] or, with images, [3, T]."""
     return batch.positions if batch.rotary_positions is None else batch.rotary_positions

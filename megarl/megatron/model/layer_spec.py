@@ -85,8 +85,8 @@ class PackedDocuments(PackedSeqParams):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, marked so that Megatron sums the weight's gradient over sequence-parallel ranks. If the config
-    says so, the weight is stored minus one."""
+    """torch's RMSNorm, marked so that Megatron sums the weight's gradient over sequence-parallel ranks. With
+    layernorm_zero_centered_gamma, it stores the weight minus one."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -116,13 +116,13 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 if importlib.util.find_spec("transformer_engine") is None:
-    # Latent attention rejects unknown classes of down-projections. Its name Linear is None without Transformer Engine.
+    # Latent attention accepts only certain down-projections. Without Transformer Engine, its `Linear` is None.
     multi_latent_attention.Linear = ReplicatedLinear
 
 
 class ExpertOutput(RowParallelLinear):
-    """The second layer of an expert with biases. Megatron adds the bias to the output in place, which autograd rejects
-    for the view that a reduction over a single rank returns."""
+    """The second layer of an expert with biases. It clones the output, because Megatron adds the bias in place, which
+    autograd rejects for the view that a reduction over a single rank returns."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output, bias = super().forward(input_)
@@ -174,7 +174,7 @@ class DocumentAttention(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Return the sharded state for Megatron's checkpoints, which split the sinks by head."""
-        assert metadata is not None, "Megatron passes the process groups in metadata"
+        assert metadata is not None, "Megatron has not passed its process groups in metadata"
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -203,7 +203,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
 
 class HeadNorm(torch.nn.RMSNorm):
-    """The norm of a gated delta net's heads, whose weight is not stored minus one. Each tensor-parallel rank normalizes
+    """The norm of a gated delta net's heads. Its weight is never stored minus one. Each tensor-parallel rank normalizes
     different heads, so the weight's gradient is summed over these ranks, with or without sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
@@ -253,9 +253,9 @@ def splits_documents(is_recurrent: bool) -> bool:
 
 
 def can_share_prompts(context_ranks: int, is_recurrent: bool) -> bool:
-    """Return whether documents in a pack may share a prompt. Under context parallelism only Transformer Engine's
-    attention splits documents over ranks, and it requires consecutive documents. A recurrent state depends
-    on the order of tokens in the pack, so each document needs its own copy of the prompt."""
+    """Return whether documents in a pack may share a prompt. Under context parallelism, Transformer Engine's attention
+    splits each document over the ranks and requires its tokens to be consecutive in the pack. A recurrent state depends
+    on the order of the tokens, so each document needs its own copy of the prompt."""
     return not is_recurrent and (context_ranks == 1 or not uses_transformer_engine())
 
 
@@ -272,7 +272,7 @@ def block_spec(
 
 
 def norm_class(fused: bool) -> Any:
-    """Return the class of norms outside the layers. Megatron's annotations omit types."""
+    """Return the class of norms outside the layers. Megatron's annotations do not accept these classes."""
     if not fused:
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
@@ -314,7 +314,7 @@ def fused_names(shape: ModelShape, kind: LayerKind) -> dict[str, str]:
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape, has_experts: bool) -> None:
     """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none. Experts
-    occur only in models that lack none."""
+    keep theirs: gpt-oss is the only model here with experts, and its experts have biases."""
     attention, mlp = submodules_of(layer.self_attention), submodules_of(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
@@ -325,8 +325,8 @@ def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape, has_exper
 
 
 def submodules_of(spec: Any) -> Any:
-    """Return a spec's submodules, which Megatron declares as objects. An MLP's spec is a functools.partial that builds
-    the MLP, the others are ModuleSpecs."""
+    """Return a spec's submodules, which Megatron declares as objects. The spec of an MLP is a functools.partial that
+    builds it; all other specs are ModuleSpecs."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
@@ -377,7 +377,7 @@ def replace_activations(model: torch.nn.Module, activation: Callable[[torch.Tens
     for module in model.modules():
         if isinstance(module, MLP | TEGroupedMLP):
             if isinstance(module.activation_func, torch.nn.Module):
-                del module.activation_func  # torch cannot assign a function over a module (Transformer Engine's)
+                del module.activation_func  # torch does not replace a module (Transformer Engine's) with a function
             module.activation_func = activation
 
 

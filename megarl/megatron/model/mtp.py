@@ -72,7 +72,7 @@ class MtpLayer(MegatronModule):
         norm = norm_class(fused)
         sizes: dict[str, Any] = dict(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
         self.enorm, self.hnorm, self.final_layernorm = norm(**sizes), norm(**sizes), norm(**sizes)
-        assert config.init_method is not None, "TransformerConfig sets a default"
+        assert config.init_method is not None, "TransformerConfig has not set init_method"
         self.eh_proj = ColumnParallelLinear(
             2 * config.hidden_size,
             config.hidden_size,
@@ -100,7 +100,7 @@ class MtpLayer(MegatronModule):
 
 
 class MtpBlock(MegatronModule):
-    """The model's MTP layers, of which there is one in all supported models.
+    """The model's MTP layers. All supported models have one.
 
     Attributes:
         embedding: [V / tp, h], the rows of the model's embedding on this rank, available within `shared_embedding`.

@@ -68,7 +68,7 @@ class DocumentYarn(YarnRotaryEmbedding):
 @cache
 def fuse_rotation() -> None:
     """On GPU, let Megatron rotate queries and keys with our kernel wherever it would use plain torch. This includes all
-    models if Transformer Engine is not installed. Interleaved channels, as in latent attention, and heads of which only
+    models if Transformer Engine is not installed. Interleaved channels, as in latent attention, and heads in which only
     some channels rotate still use plain torch."""
     if not device.on_cuda():
         return
@@ -98,7 +98,7 @@ def _rows(
     """Return the angles at the given positions, [T, 1, 1, channels]. With `positions` [3, T], each channel uses the
     position on its axis."""
     if positions is None:
-        # With as many rows as the pack has tokens, Megatron would read the table as one angle per token.
+        # Megatron would interpret a table with one row per token in the pack as the tokens' own angles.
         return table[:max_seq_len]
     if positions.dim() == 1:
         return table[positions]
@@ -149,8 +149,8 @@ def _set_positions(reader: Any, _: tuple, keywords: dict[str, Any]) -> None:
 
 
 def inverse_frequencies(rope: Mapping[str, Any], dim: int) -> torch.Tensor:
-    """Return the rotation per position for each channel pair, in radians, float32 [dim / 2]. `rope` is the
-    rope_parameters from config.huggingface."""
+    """Return the rotation per position for each channel pair, in radians, float32 [dim / 2]. `rope` is the result of
+    `rope_parameters`."""
     base = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     match rope["rope_type"]:
         case "default":

@@ -84,7 +84,7 @@ class VisionTower:
     images: ImageInput | None = None
 
     def __init__(self, model: GPTModel, tower: torch.nn.Module, num_added: int):
-        """`num_added` is the number of text layers after which features are added."""
+        """DeepStack features are added to the outputs of the first `num_added` text layers."""
         assert num_added <= len(model.decoder.layers), "deepstack layers are split across chunks"
         self._tower, self._config = tower, model.config
         self._added: torch.Tensor | None = None
@@ -282,7 +282,7 @@ def build_tower(shape: VisionShape, vision_config: Mapping[str, Any], config: Tr
     AttentionInterface.register(SEGMENTS, attend_in_segments)
     tower.config._attn_implementation = SEGMENTS
     if config.recompute_granularity == "full":
-        tower.main_input_name = "hidden_states"  # else transformers requires a gradient of token embeddings
+        tower.main_input_name = "hidden_states"  # by default, transformers looks for token embeddings
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     return tower
 

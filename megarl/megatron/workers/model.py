@@ -80,18 +80,18 @@ class ModelWorker:
 
     @property
     def has_tower(self) -> bool:
-        """Whether this rank has a vision tower, and so needs the images of prompts."""
+        """Whether this rank has a vision tower and thus needs the images of samples."""
         return self._processor is not None
 
     def _image_processor(self) -> ImageProcessor | None:
-        """Return the processor of images; None on ranks without a vision tower."""
+        """Return the image processor; None on ranks without a vision tower."""
         if vision_of(self._hf_config) is None or not parallel.is_first_stage(None):
             return None
         return ImageProcessor.of(self._folder, self._config.data.min_pixels, self._config.data.max_pixels)
 
     @property
     def _attached(self) -> dict[str, Any]:
-        """The argument that attaches the adapters, if there are any."""
+        """The keyword argument that attaches the adapters; empty without adapters."""
         return {} if self.adapters is None else {"attach": self.adapters.attach}
 
     def _model_config(self, hf_config: dict[str, Any]) -> dict[str, Any]:

@@ -272,7 +272,7 @@ class TrainerWorker(WeightSource, ABC):
 
     def finish_copies(self, waits: bool) -> tuple[str, str] | None:
         """Return the result of NodeCopies.finish for the latest copy and its delivery. If they are incomplete, wait for
-        them or, unless `waits`, return None."""
+        them if `waits`, else return None."""
         if self._copies is None:
             return "", ""
         return self._copies.finish() if waits or self._copies.is_finished else None
@@ -287,8 +287,8 @@ class TrainerWorker(WeightSource, ABC):
         super().close()
 
     def restore_state(self, step: int, folder: Path, keepers: Sequence[int] = ()) -> None:
-        """Restore the state after `step` that an earlier process of this rank has copied to the folder, on this node or
-        on the keeper's."""
+        """Restore the state after `step` that an earlier process of this rank copied to the folder, on this node or on
+        the keeper's."""
         copies = self._copies_in(folder)
         copies.fetch(step, keepers)
         copies.discard_after(step)

@@ -16,13 +16,13 @@ from megarl.megatron.workers.model import ModelWorker
 
 
 class UntrainedWorker(ModelWorker):
-    """The base class for roles without training."""
+    """The base class for roles that are not trained."""
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         super().__init__(config, model_folder, rank, store, threads)
         self._offload = Offload(self.chunks)
         if freed := self._move_out():
-            print(f"{self.role}: offloaded {freed / 1e9:.3f} GB to host memory while it is idle", flush=True)
+            print(f"{self.role}: offloaded {freed / 1e9:.3f} GB to host memory while idle", flush=True)
 
     @contextmanager
     def _present(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""One rank of a model whose weights engines receive and exports write."""
+"""One rank of a model whose weights are sent to engines and exported."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ def images_fit_the_positions(height: int, width: int, shape: DenoiserShape, pixe
 
 
 def microbatch_holds_a_denoising_step(config: Config, shape: DenoiserShape, pixels_per_latent: int) -> Iterator[str]:
-    """A denoising step has a document for each branch of the guidance. Context-parallel ranks share its tokens."""
+    """Require that a denoising step fits into a microbatch. It has one document per guidance branch, and its tokens are
+    split over the context-parallel ranks."""
     denoising, budget, cp = config.rollout.denoising, config.actor.tokens_per_microbatch, config.actor.layout.cp
     pixels = pixels_per_latent * shape.patch
     image = shape.padded(-(-denoising.height // pixels) * -(-denoising.width // pixels))

@@ -29,11 +29,10 @@ EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
 
 LAYER = ".layers."
 UNQUANTIZED = (".mlp.router.", ".shared_experts.gate_weight", ".modulation.", ".caption_modulation.", ".eh_proj.")
-"""Substrings of the names of matrices in layers that are never quantized, have no adapters, and are not updated by
-Muon."""
+"""Substrings of the names of layer matrices that are never quantized, have no adapters, and are not updated by Muon."""
 
 NOT_ADAPTED = (*UNQUANTIZED, MTP)
-"""Substrings of the names of matrices in layers that have no adapters."""
+"""Substrings of the names of layer matrices without adapters."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _DOWN = (".down_proj.", ".w2.")
@@ -96,7 +95,7 @@ def _adapted(weight: str, pieces: list[Piece], share_experts: bool) -> AdaptedWe
 
 
 def adapter_holder(holder: Holder, rank: int, share_experts: bool) -> Holder:
-    """Return a holder, with the same name, of the adapters for the given holder's weights. `rank` is the LoRA rank."""
+    """Return a holder of the adapters for the given holder's weights, with the same name. `rank` is the LoRA rank."""
     pieces: dict[str, tuple[Piece, ...]] = {}
     weight_pieces = holder.shard.by_parameter()
     for adapted in adapted_weights(holder, share_experts):
@@ -136,7 +135,7 @@ def _shape(rectangles: Iterable[Rectangle]) -> tuple[int, ...]:
 
 
 def _shared_factor(projection: str) -> str | None:
-    """Return the factor that experts may share, the one next to the hidden states; None if this is not an expert."""
+    """Return the factor that experts may share, the one next to the hidden states; None outside experts."""
     if not _EXPERT.search(projection):
         return None
     return B if any(part in projection for part in _DOWN) else A

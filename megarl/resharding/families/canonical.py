@@ -53,7 +53,7 @@ class Canonical:
         if self.model.vision is not None:
             self.outer_shapes |= vision.vision_shapes(self.model.vision)
         self._layers: dict[tuple[LayerKind, bool], _Layer] = {}
-        """Kind of a layer, and whether it is an MTP layer -> the layer."""
+        """(kind of a layer, whether it is an MTP layer) -> the layer."""
 
     @property
     def head(self) -> str:
@@ -93,8 +93,8 @@ class Canonical:
         return embedding | (vision.megatron_tilings(self.model.vision) if self.model.vision is not None else {})
 
     def tilings_after_layers(self, is_first: bool, is_last: bool, vocab_multiple: int) -> dict[str, Tiling]:
-        """Return the same for the parameters after the layers. With tied weights, the last chunk has its own copy of
-        the embedding unless it is also the first chunk."""
+        """Return Megatron's parameter -> tiling for a model chunk's parameters after its layers. With tied weights, the
+        last chunk has its own copy of the embedding unless it is also the first chunk."""
         if not is_last:
             return {}
         tilings: dict[str, Tiling] = {"decoder.final_layernorm.weight": Whole((FINAL_NORM,))}

@@ -1,4 +1,4 @@
-"""The weights of EAGLE-3 drafts, in checkpoints and in vLLM workers. No refit writes them."""
+"""The weights of EAGLE-3 drafts, in checkpoints and in vLLM workers. Refits do not write them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megarl.resharding.families.vllm import VOCABULARY_MULTIPLE, vllm_holder
 from megarl.resharding.piece import num_bytes
 
 TOKEN_MAP = "d2t"
-"""Tensor [draft vocabulary] with the difference between each drafted token's id and its index."""
+"""Tensor [draft vocabulary] of offsets d: token i of the draft's vocabulary has the id i + d[i] in the policy's."""
 
 
 def eagle_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors in a draft's checkpoint, without the map of its vocabulary. The first layer's
-    attention reads the embedding and a hidden state, each with a norm. Checkpoints may name this layer midlayer."""
+    """Return name -> shape of the tensors in a draft's checkpoint, without the vocabulary map. The first layer's
+    attention reads the embedding and a hidden state, each with a norm. Checkpoints may name this layer `midlayer`."""
     eagle, hidden = EagleDraft.of(hf_config), hf_config["hidden_size"]
     layers = huggingface_holder(_untied(hf_config)).shapes
     shapes = {name.removeprefix("model."): shape for name, shape in layers.items()}
@@ -47,8 +47,8 @@ def _input_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def eagle_bytes(hf_config: Mapping[str, Any], tp: int, dtype: str) -> int:
-    """Return the size of a draft in a vLLM worker in bytes. vLLM allocates its embedding and its output layer even if
-    they are replaced by the policy's."""
+    """Return the size in bytes of a draft in a vLLM worker. vLLM allocates its embedding and its output layer even if
+    the policy's replace them."""
     eagle, model = EagleDraft.of(hf_config), ModelShape.of(hf_config)
     size = vllm_holder(_untied(hf_config), tp, 0, 0, dtype).shard.num_bytes
     rows = model.query // tp + 2 * max(1, model.kv_heads // tp) * model.head_dim
@@ -62,8 +62,8 @@ def eagle_bytes(hf_config: Mapping[str, Any], tp: int, dtype: str) -> int:
 def check_eagle_weights(
     folder: Path, headers: Mapping[str, Header], hf_config: Mapping[str, Any], policy: Mapping[str, Any]
 ) -> None:
-    """Raise a UserError if the folder lacks a tensor that vLLM reads from it instead of sharing the policy's, or if the
-    vocabulary map is invalid. Otherwise, vLLM would draft random tokens, or fail.
+    """Raise a UserError if the folder lacks a tensor that the policy cannot provide, or if its vocabulary map is
+    invalid. Without this check, vLLM would draft random tokens, or fail.
 
     Args:
         headers: headers of the folder's tensors.
@@ -95,6 +95,6 @@ def _check_token_map(folder: Path, size: int, vocab: int) -> None:
     ids = np.arange(size) + differences
     if ids.min() < 0 or ids.max() >= vocab:
         raise UserError(
-            f"{folder}: {TOKEN_MAP} maps drafted tokens to ids from {ids.min()} to {ids.max()}, but the vocabulary of "
+            f"{folder}: {TOKEN_MAP} maps its vocabulary to ids from {ids.min()} to {ids.max()}, but the vocabulary of "
             f"model.path has {vocab} tokens. {fix}"
         )

@@ -44,8 +44,8 @@ _STACKED, _TORCH, _FUSED = "mlp.experts.routed_experts", "mlp.experts.local_expe
 
 
 def _interleaved() -> tuple[Part, ...]:
-    """Return gpt-oss's parts. Trainer and engine keep the alternation of gate and up rows. The trainer does not shard
-    an expert, so that the bias of its output is added once."""
+    """Return gpt-oss's parts. Trainer and engine keep gate and up rows interleaved. The trainer does not split an
+    expert over ranks, so its output bias is added only once."""
     into, into_bias = Split((f"{_INTO}.weight",)), Split((f"{_INTO}.bias",))
     out, out_bias = Split((f"{_OUT}.weight",), axis=1), Whole((f"{_OUT}.bias",))
     router = [

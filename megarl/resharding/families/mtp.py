@@ -21,15 +21,15 @@ EMBEDDING_COPY, HEAD_COPY = "embed_tokens.weight", "shared_head.head.weight"
 """Copies of the embedding and of the output layer in checkpoints."""
 
 SEPARATE, SEPARATE_ENGINE = "mtp.", "model."
-"""Prefixes of a separate MTP layer's tensors in checkpoints, and of its parameters in vLLM's drafting model."""
+"""Prefixes of a separate MTP layer's tensors in checkpoints, and of its parameters in vLLM's draft model."""
 
 MEGATRON_LAYER = "mtp_model_layer."
 """Prefix of the decoder layer inside an MTP layer."""
 
 
 def _outer_parts(projection: str, tiling: Tiling, *norms: str) -> list[Part]:
-    """Return the parts around the decoder layer, given their names in checkpoints. `tiling` is vLLM's. The norms are
-    those of the embedding, of the hidden state and of the output."""
+    """Return the parts around the decoder layer, given the checkpoint names of the projection and of the norms for the
+    embedding, the hidden state and the output. `tiling` is the projection's tiling in vLLM."""
     into = Part(
         tensors={projection: ("hidden", ("hidden", "hidden"))},
         megatron={"eh_proj.weight": Split((projection,))},
@@ -48,7 +48,7 @@ SEPARATE_PARTS = _outer_parts(
 
 
 def is_separate(model: ModelShape) -> bool:
-    """Return whether the model's MTP layer is separate in checkpoints, as Qwen's."""
+    """Return whether checkpoints store the model's MTP layer under a separate prefix, as Qwen's do."""
     return model.linear is not None
 
 

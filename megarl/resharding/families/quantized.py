@@ -23,7 +23,7 @@ SCALES = "_scale_inv"
 
 def quantized_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the quantized tensors: all matrices in the decoder layers, including the MTP layer's, except
-    routers."""
+    routers, gates of shared experts and MTP input projections."""
     canonical = Canonical(hf_config)
     return frozenset(
         canonical.layer_prefix(layer) + name
@@ -33,7 +33,8 @@ def quantized_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config for config.json. It excludes routers, because vLLM would quantize some of them."""
+    """Return the quantization_config for config.json. It excludes routers and gates of shared experts, because vLLM
+    would quantize some of them."""
     canonical = Canonical(hf_config)
     routers = [
         canonical.layer_prefix(layer) + name.removesuffix(".weight")
@@ -57,7 +58,7 @@ def quantized_sources(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -
 
 
 def quantized_destinations(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
-    """Return the destination holders (engine workers or a folder) with their weights replaced with fp8 weights. Raise a
+    """Return the destination holders (engine workers or a folder) with their weights replaced by fp8 weights. Raise a
     UserError if a shard boundary splits a block."""
     tensors = quantized_tensors(hf_config)
     return _with_shards(holders, lambda shard: _destination(shard, tensors))

@@ -35,7 +35,7 @@ class ShardBuilder:
     def add_layer(
         self, layer: int, local_prefix: str, tilings: Mapping[str, Tiling], share: Share, dtype: str | None = None
     ) -> None:
-        """Add parameters from the layer with global index `layer`. None as dtype means the model's dtype."""
+        """Add parameters of the layer with global index `layer`. `dtype` defaults to the model's dtype."""
         shapes, prefix = self._canonical.layer_shapes(layer), self._canonical.layer_prefix(layer)
         precise = self._canonical.float32(layer)
         for local, tiling in tilings.items():

@@ -1,5 +1,5 @@
 """The transformer of Stable Diffusion 3 and 3.5 (arXiv 2403.03206) in diffusers' format: its layers, and the tensors
-outside of them."""
+outside the layers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def first_stage_tilings() -> dict[str, Tiling]:
 
 
 def every_stage_tilings() -> dict[str, Tiling]:
-    """Return the same for the parameters that embed the noise level and the pooled caption."""
+    """Return Megatron's parameter -> tiling for the embedders of the noise level and of the pooled caption, which every
+    stage has."""
     tilings = {}
     for megatron, diffusers in (("time_embedder", "timestep_embedder"), ("pooled_embedder", "text_embedder")):
         for number, layer in ((0, "linear_1"), (2, "linear_2")):
@@ -72,7 +73,7 @@ def every_stage_tilings() -> dict[str, Tiling]:
 
 
 def last_stage_tilings() -> dict[str, Tiling]:
-    """Return the same for the parameters after the layers."""
+    """Return Megatron's parameter -> tiling for the parameters after the layers."""
     modulation = {f"output_modulation.{kind}": Split((f"norm_out.linear.{kind}",)) for kind in ("weight", "bias")}
     return {**modulation, **_linear("output_layer", "proj_out")}
 
@@ -100,7 +101,7 @@ def _attention(
     norms: tuple[str, str],
     megatron: str,
 ) -> list[Part]:
-    """Return the parts of an attention. output: name of the output projection; None if the attention has none."""
+    """Return the parts of an attention module. `output` is the name of its output projection; None if it has none."""
     weights, biases = (tuple(f"{prefix}.{name}.{kind}" for name in projections) for kind in ("weight", "bias"))
     tensors: dict = {**dict.fromkeys(weights, ("query", "hidden")), **dict.fromkeys(biases, ("query",))}
     tilings: dict[str, Tiling] = {

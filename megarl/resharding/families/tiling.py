@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Block(NamedTuple):
-    """The span start <= index < stop in tensor number `tensor` of the tiling (None: zero padding of this length)."""
+    """The span start <= index < stop in the tiling's tensor with index `tensor` (None: zero padding of this length)."""
 
     tensor: int | None
     start: int
@@ -68,7 +68,7 @@ class OnFirstRank(Tiling):
 
 @dataclass(frozen=True, slots=True)
 class Split(Tiling):
-    """The rank's share of each tensor, concatenated: [gate_r; up_r]. Each share is padded with zeros to the size
+    """The rank's share of each tensor, concatenated, for example [gate_r; up_r]. Each share is zero-padded to the size
     `padded` (None: no padding)."""
 
     padded: int | None = None
@@ -174,7 +174,7 @@ class Ungrouped(Tiling):
 
 class GatedGroups(Tiling):
     """Queries, output gates, keys and values by KV head, as in Megatron: the queries of a KV head, their gates, the
-    key, the value, then the next KV head. The first tensor has, for each query head, the query and then its gate."""
+    key, the value, then the next KV head. In the first tensor, each query head's query is followed by its gate."""
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
         _, first, last = _share(0, model.kv_heads, tp, rank)

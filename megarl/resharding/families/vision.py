@@ -9,7 +9,7 @@ from megarl.resharding.families.tiling import Tiling, Whole
 Shape = tuple[int, ...]
 
 ENGINE_TEXT_PREFIX = "language_model."
-"""Prefix of the text model's parameters in vLLM, beside a tower."""
+"""Prefix of the text model's parameters in vLLM if the model has a vision tower."""
 
 
 def vision_shapes(vision: VisionShape) -> dict[str, Shape]:
@@ -68,7 +68,7 @@ def _attention(vision: VisionShape) -> dict[str, Shape]:
 
 
 def _merger(vision: VisionShape, normalized: int) -> dict[str, Shape]:
-    """Return the tensors of a merger. normalized: number of channels of its norm."""
+    """Return tensor -> shape for a merger. `normalized` is the number of channels of its norm."""
     norm = {f"norm.{kind}": (normalized,) for kind in ("weight", "bias")}
     up = _linear("linear_fc1", vision.merged, vision.merged)
     return norm | up | _linear("linear_fc2", vision.out_hidden, vision.merged)

@@ -20,7 +20,7 @@ VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary size to a multiple of this value, regardless of tp."""
 
 DRAFTER = "drafter."
-"""Prefix of the names of parameters in the model that drafts tokens."""
+"""Prefix of the names of parameters in the draft model."""
 
 DOWN_PROJECTIONS = ".experts.routed_experts.w2_weight"
 """Name suffix of the stacked expert down-projections; their last axis is the intermediate size."""

@@ -77,12 +77,13 @@ def first_stage_tensors(model: ZImageShape) -> dict[str, str]:
 
 
 def every_stage_tensors() -> dict[str, str]:
-    """Return the same for the parameters that embed the noise level, on which the layers of every stage depend."""
+    """Return Megatron's parameter -> diffusers' tensor for the embedder of the noise level, which every stage has
+    because its layers depend on the noise level."""
     return {**_linear("time_embedder.0", "t_embedder.mlp.0"), **_linear("time_embedder.2", "t_embedder.mlp.2")}
 
 
 def last_stage_tensors(model: ZImageShape) -> dict[str, str]:
-    """Return the same for the parameters after the layers."""
+    """Return Megatron's parameter -> diffusers' tensor for the parameters after the layers."""
     final = f"all_final_layer.{model.patch}-1"
     return {
         **_linear("output_modulation", f"{final}.adaLN_modulation.1"),

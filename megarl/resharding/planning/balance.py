@@ -24,16 +24,16 @@ class Balance:
     A destination receives from a source on its own device or, if there is none, from one on its own node. If the node
     has no source, one of its destinations receives and forwards to the rest, so each byte enters a node once.
 
-    The next sender is the replica that has sent the fewest bytes relative to its fair share. The fair share of a
-    transfer is equal for all replicas that could send it. Copies within one device do not count. The destinations that
-    receive for their node are chosen in the same way.
+    The next sender is the replica that has sent the fewest bytes relative to its fair share: each transfer counts
+    equally toward the shares of all replicas that could send it. Copies within one device do not count. The destination
+    that receives for its node is the one that has received the fewest bytes in this role.
     """
 
     def __init__(self, nodes: Sequence[int], devices: Sequence[int | None]):
         """`nodes` and `devices` contain the node and the device of each holder."""
         self._nodes, self._devices = nodes, devices
         self._ahead = [0.0] * len(nodes)
-        """Number of bytes that each holder sends so far, minus its fair share."""
+        """Number of bytes that each holder has to send so far, minus its fair share."""
         self._entered: dict[tuple[int, ...], list[int]] = {}
         self._holders_by_node: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
         self._routes: dict[tuple[tuple[int, ...], tuple[int, ...], int], Route] = {}

@@ -74,7 +74,7 @@ def _key(plan: Plan, link: Link) -> _Key:
 
 
 def buffer_bytes(between: int, near: int) -> int:
-    """Estimate the bytes of GPU memory that a rank's communicator buffers take. No measurement has confirmed the
-    estimate. Each of `between` communicators across nodes has one set of buffers, and so does the link to each of
-    `near` neighbors in the node."""
+    """Estimate the GPU memory of a rank's communicator buffers, in bytes. The estimate has not been verified by a
+    measurement. Each of the `between` communicators across nodes has one set of buffers, as does the connection to each
+    of the `near` neighbors in the node."""
     return between * NETWORK_BUFFERS + near * EXCHANGE_CHANNELS * CONNECTION

@@ -25,8 +25,8 @@ class Figures:
         bytes_wasted: transferred bytes that a destination does not store, or that enter a node more than once.
         bytes_by_link: bytes per kind of link: "inter" between nodes, "intra" inside a node, "local" within a device.
         written_once: whether the plan is proven to write every destination element exactly once.
-        source_balance: bytes sent by the busiest source, relative to the mean over its replicas. If sets of replicas
-            overlap (expert and non-expert weights), their means add up. Copies within one device do not count.
+        source_balance: highest ratio of the bytes that a source sends to the mean over its replicas. If sets of
+            replicas overlap (expert and non-expert weights), their means add up. Copies within one device do not count.
         predicted_seconds: simulated duration of the refit on the network.
         floor_seconds: lower bound for the duration: bytes through the busiest port, divided by its bandwidth.
         communicators: maximum number of NCCL communicators per rank.
@@ -87,9 +87,9 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
 
 
 class Demand(NamedTuple):
-    """The number of bytes that every plan for these holders must move. `stored` counts the bytes that the destinations
-    store, without padding. `entering` counts the bytes that must enter a node that has no source for them, once per
-    node. `fair` lists the bytes that each source sends if all replicas send the same amount."""
+    """The bytes that every plan for these holders must move. `stored` counts the bytes that the destinations store,
+    without padding. `entering` counts, once per node, the bytes that must enter a node because it has no source for
+    them. `fair` lists the bytes that each source sends if all replicas send the same amount."""
 
     stored: int
     entering: int

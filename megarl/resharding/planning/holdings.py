@@ -62,9 +62,9 @@ def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A division of a wanted rectangle among the sources. The parts are disjoint and as large as a single source can
-    send. Each lists the indices of the held rectangles that contain it. `missing` is a part of the rectangle that no
-    source holds; None if the sources cover it."""
+    """A division of a wanted rectangle among the sources. The parts are disjoint, and each can be sent by a single
+    source. A part lists the indices of the held rectangles that contain it. `missing` is a part of the wanted rectangle
+    that no source holds; None if the sources cover it."""
 
     parts: tuple[tuple[Rectangle, tuple[int, ...]], ...]
     missing: Rectangle | None

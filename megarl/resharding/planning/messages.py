@@ -6,14 +6,15 @@ from megarl.resharding.piece import ITEM_BYTES, num_elements
 from megarl.resharding.planning.plan import Bucket, Move
 
 ALIGNMENT = 8
-"""Alignment within a bucket in bytes. A move of another size is packed, so that later moves stay aligned."""
+"""Alignment within a bucket in bytes. A move whose size is not a multiple of it is packed, so that later moves stay
+aligned."""
 
 UNPACKED_BYTES, UNPACKED_BYTES_NCCL = 128 * 2**10, 8 * 2**20
 """Minimum size in bytes of a move that is sent unpacked, over gloo and NCCL. For smaller moves, an extra message costs
 more than packing: a GPU copies 8 MiB in about 10 µs, and an NCCL operation takes about 30 µs."""
 
 LATENCY_S = 30e-6
-"""Fixed cost of an NCCL operation in seconds. An estimate, not measured."""
+"""Estimated fixed cost of an NCCL operation in seconds. It has not been measured."""
 
 
 def move_bytes(move: Move) -> int:

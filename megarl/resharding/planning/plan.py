@@ -137,7 +137,7 @@ class Plan:
 
     @cached_property
     def plan_hash(self) -> str:
-        """The SHA-256 of the plan's contents."""
+        """The SHA-256 of the plan, without its order and communicators."""
         head = [self.holders, self.nodes, self.num_sources, self.padding, *([self.devices] if self.devices else [])]
         digest = hashlib.sha256(json.dumps(head).encode())
         for bucket in self.buckets:

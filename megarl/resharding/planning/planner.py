@@ -17,7 +17,7 @@ from megarl.resharding.planning.plan import Bucket, Link, Move, Padding, Plan
 MIB = 2**20
 LARGEST_BUCKET, SMALLEST_BUCKET = 256 * MIB, MIB
 BUCKETS_PER_DESTINATION = 64
-"""Default number of buckets per destination. The more buckets there are, the fewer weights a late bucket delays."""
+"""Default number of buckets per destination. With more buckets, a late bucket delays fewer weights."""
 SMALLEST_PART = MIB
 """Minimum size in bytes of a part that is split off only to balance the load on sources."""
 

@@ -115,7 +115,8 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def _read(model: str) -> dict[str, Any]:
-    """Return the model's config.json without quantization_config: trainers and engines hold unquantized weights."""
+    """Return the model's config.json without quantization_config, because the plan does not depend on the quantization
+    of the checkpoint."""
     file = Path(model).expanduser()
     try:
         hf_config = read_config_file(file, "--model ") if file.is_file() else read_local_config(model, key="--model")

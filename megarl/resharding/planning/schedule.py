@@ -152,7 +152,8 @@ class _Simulation:
         self._order: list[Hop] = []
         self._forwards: list[dict[int, list[Link]]] = [_by_source(bucket.forwards) for bucket in plan.buckets]
         self._deferred: dict[int, list[tuple[int, Link]]] = defaultdict(list)
-        """destination -> its links in separate buckets, which start once it has received all its buckets."""
+        """destination -> (bucket, link) of its forwards in separate buckets, which start once it has received all its
+        buckets."""
         self._missing: dict[int, int] = defaultdict(int)
         """destination -> number of transfers that have not arrived yet, excluding those in `_deferred`."""
 

@@ -76,7 +76,7 @@ def colocate(
 
 
 def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
-    """Describe how to make the numbers of source and destination ranks equal."""
+    """Return a fix that makes the numbers of source and destination ranks equal."""
     workers = sum(holder.name.startswith("vllm:0.") or holder.name == "diffusers:0" for holder in destinations)
     if workers and num_sources % workers == 0:
         replicas = num_sources // workers
@@ -135,7 +135,7 @@ def _layout(text: str, hf_config: Mapping[str, Any]) -> Layout:
 
 
 def _check_stages(layout: Layout, num_layers: int) -> None:
-    """Raise a UserError if the layers cannot be split evenly over the stages and no uneven stage is given."""
+    """Raise a UserError if the layers cannot be split evenly over the stages and no stage has an explicit size."""
     if num_layers % layout.pp == 0 or any(layout.uneven_stages.values()):
         return
     each = -(-num_layers // layout.pp)

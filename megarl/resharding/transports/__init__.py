@@ -1,1 +1,1 @@
-"""Transports, which deliver elements of source parameters to this process. They do not depend on the model."""
+"""Transports, which move elements from source parameters to destinations. They do not depend on the model."""

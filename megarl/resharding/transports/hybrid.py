@@ -1,8 +1,8 @@
 """Read weights directly on the same node, and receive the rest as messages.
 
 Used when engines share GPUs with trainers and each node holds only part of the weights. NCCL cannot send from a GPU to
-itself, but this is not needed. Two processes on one GPU are on one node, where weights are read directly. Links between
-nodes, and links between the ranks of an engine, always connect two different GPUs.
+itself, and never has to: processes that share a GPU read weights directly. Links between nodes, and links between the
+ranks of an engine, always connect two different GPUs.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def write_file(
         shapes, dtypes: of the tensors in the file, including stacks.
         tensor: function that returns the tensor with a given name. It is called in the order of `shapes`, for each
             member of a stack.
-        stacks: the tensors in the file that stack others.
+        stacks: the stacks among the tensors in the file, by name.
         stored_name: function that returns the name in the file.
     """
     names = {dtype_name(dtype): name for name, dtype in TORCH_DTYPES.items()}
@@ -131,7 +131,7 @@ def write_file(
             stack = stacks.get(name)
             is_transposed = stack is not None and stack.is_transposed
             for members in ((name,),) if stack is None else stack.experts:
-                # The function reuses memory, so tensors that are concatenated are copied.
+                # Copy tensors before concatenating them, because `tensor` may reuse memory.
                 is_whole = len(members) == 1
                 values = tensor(members[0]) if is_whole else torch.cat([tensor(part).clone() for part in members])
                 file.write(raw_bytes(values.t().contiguous() if is_transposed else values))

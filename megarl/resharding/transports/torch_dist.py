@@ -66,7 +66,8 @@ class TorchDistFolder:
         return {name: (self._folder / name).stat().st_size for name in sorted(names)}
 
     def read(self, key: str, place: Rectangle) -> torch.Tensor:
-        """Return a rectangle of a tensor: a view if one stored rectangle contains it, otherwise a copy of the parts."""
+        """Return a rectangle of a tensor: a view if one stored rectangle contains it, otherwise a copy of the parts.
+        Raise a UserError if the checkpoint does not contain all of it."""
         stored = self.tensors[key]
         parts = [(r, common) for r in stored.rectangles if (common := intersect(r, place)) is not None]
         if sum(num_elements(common) for _, common in parts) != num_elements(place):
@@ -81,7 +82,7 @@ class TorchDistFolder:
         return values
 
     def read_object(self, key: str) -> Any:
-        """Return an object of tensors and plain values. Raise a UserError if it contains anything else."""
+        """Return a non-tensor entry. Raise a UserError if it contains anything but tensors and plain values."""
         info = self._items[key, ()]
         with self._loading(key, info.relative_path):
             window = Window(self._map(info.relative_path), info.offset, info.length)

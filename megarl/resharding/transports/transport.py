@@ -16,6 +16,8 @@ Delivery = Iterator[Delivered]
 
 
 class Transport(Protocol):
+    """Delivers elements of source parameters to one holder."""
+
     @property
     def staging_bytes(self) -> int:
         """Peak size of the transfer buffers during the last delivery, in bytes."""

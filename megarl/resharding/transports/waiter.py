@@ -22,7 +22,7 @@ class Waiter:
         self._waits.put(wait)
 
     def is_pending(self, seconds: float) -> bool:
-        """Block for at most `seconds` until the wait ends. Return whether it is still pending; re-raise its error."""
+        """Block until the wait ends, for at most `seconds`. Return whether it is still pending. Re-raise its error."""
         try:
             error = self._ends.get(timeout=seconds)
         except Empty:

@@ -21,8 +21,7 @@ CACHE_BYTES = 2**30
 
 
 class HostedModel:
-    """A frozen model that is moved to the device for use and, if `offload` is set, back to host memory after each
-    use."""
+    """A frozen model that is moved to the device for use. With `offload`, it returns to host memory after each use."""
 
     def __init__(self, model: torch.nn.Module, offload: bool):
         self._model, self._offload = model.eval().requires_grad_(False), offload
@@ -93,7 +92,7 @@ class ZImageEncoder(PromptEncoder):
 
 class StableDiffusion3Encoder(PromptEncoder):
     """Two CLIP text encoders and, if the folder has it, T5. The channels of the CLIP encoders' second-to-last hidden
-    states are concatenated and padded with zeros; T5's output follows as further tokens. The pooled caption
+    states are concatenated and zero-padded; T5's output is appended as additional tokens. The pooled caption
     concatenates the text embeddings of both CLIP encoders. All texts are padded to the same length, and the padding is
     not masked."""
 

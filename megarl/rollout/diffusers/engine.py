@@ -128,13 +128,13 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         raise_all([*images_fit_the_positions(denoising.height, denoising.width, shape, self._scale)])
 
     def num_unfinished(self, sample_ids: Collection[str]) -> int:
-        """Return the number of denoising steps done so far for the given samples, excluding finished samples."""
+        """Return the number of denoising steps taken so far for the given samples, excluding finished samples."""
         trajectories = (item.trajectory for item in self._pending if item.request.sample_id in sample_ids)
         return sum(0 if trajectory is None else trajectory.step for trajectory in trajectories)
 
     def velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]:
-        """Return the velocity at each input, float32 [channels, height, width]. Raise RuntimeError if the engine has no
-        weights."""
+        """Return the velocity at each input, float32 [channels, height, width]. Raise a RuntimeError if the engine has
+        no weights."""
         if self.version is None:
             raise RuntimeError("the engine has no weights yet. Fix: refit it before it computes velocities")
         self._wake()
@@ -211,7 +211,7 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         return EngineInfo(dtype_name(torch.float32), ids, self._description)  # velocities are cast to float32
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the checkpoint, which include SD3's position embedding, a buffer."""
+        """Return the checkpoint's tensors: all parameters, and SD3's position embedding, which is a buffer."""
         return self._model.transformer.state_dict()
 
 

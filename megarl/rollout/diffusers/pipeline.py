@@ -59,7 +59,7 @@ UNSUPPORTED_SCHEDULES = (
     *("use_dynamic_shifting", "shift_terminal", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"),
     *("invert_sigmas", "stochastic_sampling"),
 )
-"""Settings of diffusers' scheduler with which its noise levels would differ from megarl's."""
+"""Settings that make the noise levels of diffusers' scheduler differ from megarl's."""
 
 
 class ImageDecoder:
@@ -108,7 +108,7 @@ class ImageModel:
         Args:
             dtype: dtype of all models.
             offload: whether the text encoder and the VAE stay in host memory while they are unused.
-            loads_transformer: whether to read the transformer's weights, which otherwise arrive by a refit.
+            loads_transformer: whether to read the transformer's weights, which otherwise arrive with a refit.
         """
         classes = _classes(folder)
         config = read_foreign_object(folder / "transformer" / "config.json", f"{KEY}: ")
@@ -116,11 +116,11 @@ class ImageModel:
         kind = getattr(diffusers, classes["transformer"])
         with torch.device("meta"):
             transformer = kind.from_config(config)
-        # Call torch's `to`, because diffusers' own one warns about dtypes.
+        # Call torch's `to`, because diffusers' override warns about dtypes.
         transformer = torch.nn.Module.to(transformer, dtype).to_empty(device=device.device())
         if loads_transformer:
             # Copy the weights, because loaded tensors are views of a memory-mapped file. A sleeping engine could not
-            # free them, and some kernels round differently at their addresses than in memory from torch's allocator.
+            # free them, and some kernels round differently on them than on memory from torch's allocator.
             transformer.load_state_dict(_load(kind, folder / "transformer", dtype=dtype).state_dict())
         vae = _load(getattr(diffusers, classes["vae"]), folder / "vae", dtype=dtype)
         return cls(
@@ -132,7 +132,7 @@ class ImageModel:
         )
 
     def sigmas(self, num_steps: int, shift: float | None = None) -> list[float]:
-        """Return the noise levels of num_steps denoising steps, as in diffusers' pipeline. shift: None means the
+        """Return the noise levels of num_steps denoising steps, as in diffusers' pipeline. `shift` defaults to the
         scheduler's."""
         is_sd3 = isinstance(self.shape, StableDiffusion3Shape)
         return (trained_sigma_schedule if is_sd3 else sigma_schedule)(num_steps, shift or self.shift)
@@ -143,7 +143,7 @@ def _encoder(
 ) -> PromptEncoder:
     """Load the text encoders. Raise a UserError if their sizes differ from those that the transformer expects."""
     parts = [part for part in ("text_encoder", "text_encoder_2", "text_encoder_3") if part in classes]
-    # Override the attention implementation, because config.json could name one on the Hub and thus run its code.
+    # Set the attention implementation. Otherwise, config.json could name one on the Hub, whose code would run.
     options = {"dtype": dtype, "attn_implementation": "sdpa"}
     models = [_load(getattr(transformers, classes[part]), folder / part, **options) for part in parts]
     tokenizers = [load_tokenizer(folder / part.replace("text_encoder", "tokenizer"), KEY) for part in parts]

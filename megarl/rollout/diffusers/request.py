@@ -17,7 +17,7 @@ class Denoising:
     Attributes:
         height, width: size of the image in pixels.
         num_steps: N, the number of denoising steps.
-        shift: see `sigma_schedule`; None: the model's own.
+        shift: see `sigma_schedule`; None means the model's own.
         guidance: w, see `transition.guided`. 1 disables guidance.
         kind, noise_level: the transition of the SDE steps, see megarl.algorithms.transition.
         reduction: how a step's log-prob combines the elements of the latents.
@@ -44,7 +44,7 @@ class Denoising:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRequest:
-    """A request for one image. Equal ids, seeds, weights and prompts give equal noise, regardless of the batch.
+    """A request for one image. Requests with equal ids and seeds draw equal noise, regardless of the batch.
 
     Attributes:
         prompt: its text is the caption.

@@ -19,7 +19,7 @@ from megarl.rollout.diffusers.request import ImageRequest
 
 
 class Document(NamedTuple):
-    """One velocity to compute, for one branch of the guidance.
+    """One velocity to compute. With guidance, a sample needs two: with its caption, and with the empty caption.
 
     Attributes:
         latents: float32 [channels, height, width].
@@ -36,11 +36,11 @@ class Document(NamedTuple):
 def velocities(model: Any, documents: Sequence[Document], shape: DenoiserShape, max_batch: int) -> list[torch.Tensor]:
     """Return the velocity dx/dσ of each document, float32 [channels, height, width].
 
-    Only documents with the same number of image and caption tokens run together, at most `max_batch` at a time.
+    A batch contains at most `max_batch` documents, all with the same latent shape and the same padded caption length.
     diffusers would pad a mixed batch to the longest document and mask the padding, which is slower.
 
     Args:
-        model: diffusers' transformer of this shape.
+        model: diffusers' transformer with this shape.
     """
     forward = _stable_diffusion_3 if isinstance(shape, StableDiffusion3Shape) else _z_image
     batches: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -92,11 +92,12 @@ class Trajectory:
     Attributes:
         sigmas: [N + 1], the noise levels.
         latents: float32 [channels, height, width], x at sigmas[step].
-        caption, empty_caption: the caption and the empty one, which guidance needs.
+        caption, empty_caption: embeddings of the caption and of the empty caption; None for the latter without
+            guidance.
         num_tokens: see LatentSample.
         step: number of finished denoising steps.
-        kept: the latents before the first trained step and after each of them, each in host memory.
-        log_probs: the log-prob of each trained step.
+        kept: the latents before the first SDE step and after each SDE step, in host memory.
+        log_probs: the log-prob of each SDE step.
         versions: the weight version of each finished step.
     """
 
@@ -143,7 +144,7 @@ class Trajectory:
         return [Document(self.latents, self.sigmas[self.step], caption) for caption in captions]
 
     def advance(self, velocities: Sequence[torch.Tensor], version: int) -> None:
-        """Take one step with the velocities of `documents`, from weights of this version."""
+        """Take one step, given the velocities of `documents` and the version of the weights that computed them."""
         denoising, x = self.request.denoising, self.latents[None]
         v = transition.guided(velocities[0], velocities[1], denoising.guidance) if velocities[1:] else velocities[0]
         if self.step not in denoising.sde_steps:

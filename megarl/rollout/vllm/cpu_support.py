@@ -1,5 +1,5 @@
-"""Patch vLLM's CPU build to support in-place refits, latent attention, gated delta nets, fp8 blocks and drafts. No
-effect on GPU."""
+"""Patch vLLM's CPU build to support in-place refits, latent attention, gated delta nets, fp8 blocks and speculative
+decoding. The patches have no effect on GPU."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
 def _expand_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Repeat a sampling parameter [requests] for the draft tokens of its request, as vLLM's function does. Its CPU
+    """Repeat each request's sampling parameter, [requests], for its draft tokens, as vLLM's function should. vLLM's CPU
     kernel writes into a copy of the output, so temperature, top-k and top-p of draft tokens would be uninitialized."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _truncate_drafts(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-    """Apply top-k and top-p to the logits of draft tokens [tokens, vocabulary]. vLLM's function fails in a step without
-    draft tokens, for example if each request has one token left."""
+    """Apply top-k and top-p to the logits of draft tokens, [tokens, vocabulary]. vLLM's function fails in a step
+    without draft tokens, for example if each request has one token left."""
     return _truncate(logits, k, p) if len(logits) else logits
 
 

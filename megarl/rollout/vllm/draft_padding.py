@@ -1,4 +1,4 @@
-"""Patch vLLM's scheduler so that requests joining a batch get no placeholder drafts."""
+"""Patch vLLM's scheduler to omit placeholder drafts for requests that join a batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def install() -> None:
 
 
 def _update_without_padding(self: Scheduler, scheduler_output: SchedulerOutput) -> None:
-    """Remove the drafts of requests that join the batch in this step. vLLM pads a joining request that has one token to
-    process with placeholder drafts, because its CUDA graphs need requests of equal length. Gated delta nets would
-    verify these drafts, starting from the state of the slot's previous request. Seeded samples would also depend on
-    concurrent requests."""
+    """Remove the drafts of requests that join the batch in this step. If a joining request has one token to process,
+    vLLM pads it with placeholder drafts, because its CUDA graphs need requests of equal length. Gated delta nets would
+    verify these drafts from the state of the slot's previous request. Seeded samples would also depend on concurrent
+    requests."""
     output = scheduler_output
     joined = {request.req_id for request in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
     for name in joined & output.scheduled_spec_decode_tokens.keys():

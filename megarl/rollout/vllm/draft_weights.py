@@ -1,4 +1,4 @@
-"""Load a draft model's weights from its folder although rollout engines start without weights."""
+"""Load a draft model's weights from its folder, although rollout engines start without the policy's weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from megarl.models.eagle import LAYER_IDS
 
 RUNNER = "draft"
-"""The runner_type of the draft model, which vLLM's model runners load in the policy's load format."""
+"""The runner_type of a draft model. vLLM's model runners load draft models in the policy's load format."""
 
 _load_dummy = DummyModelLoader.load_model
 
@@ -24,8 +24,8 @@ def install() -> None:
 def _load_model(
     self: DummyModelLoader, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
 ) -> torch.nn.Module:
-    """Load random weights, except into a draft model, whose weights no refit writes. The MTP layer is also a draft
-    model in vLLM, but a refit writes it."""
+    """Load random weights, except into draft models, whose weights refits do not write. vLLM also treats the MTP layer
+    as a draft model, but refits write it."""
     speculative = vllm_config.speculative_config
     if model_config.runner_type == RUNNER and speculative is not None and speculative.method != "mtp":
         return DefaultModelLoader(LoadConfig()).load_model(vllm_config, model_config, prefix)
@@ -35,8 +35,8 @@ def _load_model(
 
 
 def _copy_layer_ids(draft: ModelConfig) -> None:
-    """Copy the layers whose hidden states an EAGLE-3 draft reads from its eagle_config to the top level of its config.
-    vLLM's model runner for GPUs only reads them there, and would use its default instead."""
+    """Copy the indices of the layers whose hidden states an EAGLE-3 draft reads, from its eagle_config to the top level
+    of its config. vLLM's model runner for GPUs reads them only there, and would otherwise use its default."""
     nested = getattr(draft.hf_config, "eagle_config", None) or {}
     if not getattr(draft.hf_config, LAYER_IDS, None) and nested.get(LAYER_IDS):
         setattr(draft.hf_config, LAYER_IDS, nested[LAYER_IDS])

@@ -138,7 +138,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         request: SamplingRequest | TurnRequest,
         images: Sequence[MultiModalKwargsItem] = (),
     ) -> asyncio.Future[Completion]:
-        """Submit a request and return the future for its completion. `images`: the patches of its images."""
+        """Submit a request and return the future for its completion. `images` contains the patches of its images."""
         if not self._is_paused:
             self._wake()
         name, completion = str(next(self._numbers)), asyncio.get_running_loop().create_future()
@@ -257,8 +257,8 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         return _Submitted(vllm_id, self._draft_record(vllm_id))
 
     def _draft_record(self, vllm_id: str) -> RequestSpecDecodeMetrics | None:
-        """Return the record that the scheduler, which runs in this process, updates for a request. Outputs contain it
-        only if a token or a limit ended them, not if a stop string did."""
+        """Return the scheduler's live record of a request's drafts. The scheduler runs in this process. Outputs contain
+        the record only if a token or a limit ended them, not if a stop string did."""
         if self._config.speculative.method is None:
             return None
         core = self._llm.llm_engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
@@ -371,7 +371,9 @@ def _completion(
     output: RequestOutput, routes: NDArray[np.signedinteger] | None, drafts: DraftCounts = NO_DRAFTS
 ) -> Completion:
     [sampled] = output.outputs
-    assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id}: {sampled.finish_reason}"
+    assert sampled.finish_reason in ("stop", "length"), (
+        f"request {output.request_id}: unexpected finish reason {sampled.finish_reason}"
+    )
     logprobs = sampled.logprobs  # each position has the sampled token first, then the most likely tokens
     assert isinstance(logprobs, FlatLogprobs), "the output has no flat log-probs"
     assert sampled.weight_versions is not None, "the output has no weight versions"

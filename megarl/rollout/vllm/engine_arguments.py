@@ -1,4 +1,4 @@
-"""Build the arguments of vLLM engines: rollout engines, judges and classifiers."""
+"""Build the arguments of vLLM engines: rollout engines, judges, classifiers and teachers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def engine_arguments(
     extra: Mapping[str, Any],
     **specific: Any,
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`. Raise UserError if vLLM does not have an argument, the model requires a
-    different value, or vLLM does not support the model on this device. `extra` is the section's vllm_overrides, and
-    `specific` are arguments for this kind of engine."""
+    """Return the arguments of `vllm.LLM`. Raise a UserError if `extra` contains an argument that vLLM does not have or
+    that the model requires to have a different value, or if vLLM does not support the model on this device. `extra` is
+    the section's vllm_overrides, and `specific` are arguments for this kind of engine."""
     arguments: dict[str, Any] = dict(
         model=str(folder),
         dtype=dtype,
@@ -56,7 +56,7 @@ def engine_arguments(
         enable_chunked_prefill=device.on_cuda(),
         # On CPU, compilation takes minutes without a speedup.
         enforce_eager=not device.on_cuda(),
-        # Set even without refits, because importing this module installs cpu_support in every worker.
+        # Set even for engines without refits, because importing the extension's module patches vLLM in every worker.
         worker_extension_cls="megarl.rollout.vllm.worker_extension.RefitExtension",
         disable_log_stats=True,
         **(dict(gpu_memory_utilization=FREE_SHARE) if device.on_cuda() else {}),
@@ -94,9 +94,9 @@ def _text_model(folder: Path) -> dict[str, Any]:
 
 
 def _required_on_cpu(folder: Path) -> dict[str, Any]:
-    """Return the arguments that the model's attention requires on CPU: for latent attention, a kernel that supports
-    in-place writes of kv_b_proj; for gated delta nets no prefix cache, which would split prompts as chunked prefill
-    does. Raise UserError if vLLM's CPU build has no kernel for the model."""
+    """Return the arguments that the model's attention requires on CPU: for latent attention, a backend that supports
+    in-place writes of kv_b_proj; for gated delta nets, no prefix cache, which would split prompts as chunked prefill
+    does. Raise a UserError if vLLM's CPU build has no kernel for the model."""
     if device.on_cuda():
         return {}
     check_cpu_kernels(folder, hf_config := read_config(folder))
@@ -114,7 +114,8 @@ def rollout_arguments(
     head_dtype: Literal["float32", "model"] = "float32",
     pixels: tuple[int | None, int | None] | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a rollout engine. Raise UserError like `engine_arguments`.
+    """Return the arguments of `vllm.LLM` for a rollout engine. Raise a UserError in the same cases as
+    `engine_arguments`, or if the device does not support rollout.batch_invariant or rollout.quantization.
 
     Args:
         returns_routes: whether completions contain the experts chosen for each token.

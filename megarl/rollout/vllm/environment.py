@@ -12,7 +12,7 @@ def environment(
     ranks: int, threads: int, index: int, on_gpu: bool = False, batch_invariant: bool = False
 ) -> dict[str, str]:
     """Return the environment variables for an engine's process. GPU engines ignore the CPU variables. The process
-    starts `ranks` ranks with `threads` threads each, and `index` counts the engines of its kind. With
+    starts `ranks` ranks with `threads` threads each, and `index` is the engine's index among those of its kind. With
     `batch_invariant`, kernels sum in an order that does not depend on the batch."""
     # On CPU, vLLM compiles a function that counts tokens, and the C++ compiler would add seconds to startup.
     # On GPU, vLLM by default rounds DeepGEMM's scales to powers of two. This would requantize fp8 blocks (an error of
@@ -31,7 +31,7 @@ def environment(
 
 def _binding(ranks: int, threads: int, index: int) -> str:
     """Return the CPU cores of each rank in vLLM's format, with one core per thread. The ranks of all engines get
-    consecutive cores, and after the last core, the assignment wraps around to the first."""
+    consecutive cores; the assignment wraps around after the last core."""
     cores = sorted(os.sched_getaffinity(0))
     size = min(threads, len(cores))
     starts = [(index * ranks + rank) * size for rank in range(ranks)]

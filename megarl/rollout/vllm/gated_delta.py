@@ -37,7 +37,7 @@ def attention_core(
 
     Args:
         mixed_qkv: [T, channels], queries, keys and values before the convolution.
-        b, a: [T, value heads], logits of the step size, and the input of the decay.
+        b, a: [T, value heads], the logit of the step size, and the input of the decay.
     """
     context = get_forward_context()
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
@@ -84,9 +84,9 @@ def _extend(
 def _verify(
     layer: Any, cache: Cache, metadata: Any, inputs: torch.Tensor, b: torch.Tensor, a: torch.Tensor
 ) -> torch.Tensor:
-    """Process the last token and the draft tokens of each request. Only the next step knows how many of these tokens
-    precede its own. Each token's state is therefore kept in a separate slot, and the inputs of all tokens in the first
-    slot. Return the outputs, [T, value heads, values]."""
+    """Process the last token and the draft tokens of each request. How many drafts are accepted is known only in the
+    next step. Each token's state is therefore kept in a separate slot, and the convolution inputs of all tokens in the
+    first slot. Return the outputs, [T, value heads, values]."""
     convolution, states = cache
     count, width = metadata.num_spec_decodes, layer.conv1d.weight.shape[-1]
     slots, bounds = metadata.spec_state_indices_tensor[:count].long(), metadata.spec_query_start_loc[: count + 1].long()

@@ -67,8 +67,8 @@ class ImageInputs:
         return cls(ImageProcessor.of(Path(arguments["model"]), **arguments[PIXELS]))
 
     async def load(self, images: Sequence[PromptImage]) -> list[MultiModalKwargsItem]:
-        """Compute the images' patches in threads. Requests share patches as long as one of them holds them.
-        Raise a UserError if they differ from the prompt's placeholders."""
+        """Compute the images' patches in threads. Requests share an image's patches as long as any of them holds them.
+        Raise a UserError if the patches do not match the prompt's placeholders."""
         return list(await asyncio.gather(*map(self._item, images)))
 
     def prompt(
@@ -96,7 +96,7 @@ class ImageInputs:
                 future = asyncio.get_running_loop().run_in_executor(self._threads, self._convert, image)
                 self._loading[digest] = future
                 future.add_done_callback(lambda _: self._loading.pop(digest))
-            # Canceling one request must not cancel the image for others.
+            # Canceling one request must not cancel the computation for requests that share the image.
             item = self._items[digest] = await asyncio.shield(self._loading[digest])
         return item
 
@@ -130,7 +130,7 @@ class ImageInfo(BaseProcessingInfo):
         return ImageProcessor.of(Path(self.ctx.model_config.model), **limits)
 
     def max_tokens(self, context_length: int) -> int:
-        """Return the largest number of features of an image that fits into a context of this length."""
+        """Return the maximum number of features of an image in a context of this length."""
         settings = self.processor.processor
         side = settings.patch_size * settings.merge_size
         return max(1, min(settings.size["longest_edge"] // side**2, context_length))

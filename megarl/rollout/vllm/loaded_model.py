@@ -1,5 +1,5 @@
-"""A model in vLLM whose weights stay as loaded from its folder. Before importing this module, set the variables in
-`environment`."""
+"""A vLLM model whose weights are loaded from its folder and never change. Before importing this module, set the
+variables in `environment`."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class MultimodalModel(_LazyRegisteredModel):
 
 
 def install() -> None:
-    """Register the text models, their drafting models and the vision-language models."""
+    """Register the text models, their draft models and the vision-language models."""
     keep_patches()
     for name in TEXT_MODELS.values():
         ModelRegistry.models[name] = MultimodalModel(f"{_MODELS}qwen3_5", name)

@@ -1,4 +1,4 @@
-"""Checks the processes of an engine's ranks."""
+"""Check the processes of an engine's ranks."""
 
 from __future__ import annotations
 

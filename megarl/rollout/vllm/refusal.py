@@ -17,7 +17,7 @@ such as gpu_memory_utilization."""
 
 
 def refusal(error: Exception, section: EngineSection, overrides: Mapping[str, Any]) -> UserError | None:
-    """Return a UserError if vLLM rejected the engine's arguments, which it would do in every attempt, else None.
+    """Return a UserError if vLLM rejected the engine's arguments, which a restart would not change, else None.
     `overrides` is the section's vllm_overrides."""
     if isinstance(error, UserError) or not isinstance(error, ValueError | NotImplementedError):
         return None

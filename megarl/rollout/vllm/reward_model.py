@@ -37,10 +37,11 @@ def judge_arguments(config: Config, folder: Path, **specific: Any) -> dict[str, 
 
 
 def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a classifier. Raise UserError like `engine_arguments`."""
+    """Return the arguments of `vllm.LLM` for a classifier. Raise a UserError in the same cases as
+    `engine_arguments`."""
     head = score_head_of(read_config(folder))
     assert head is not None, "preflight rejects models without a score head"
-    # Return the head's raw output, to which vLLM by default applies a sigmoid or softmax.
+    # Request the head's raw output. By default, vLLM applies a sigmoid or softmax to it.
     pooler = PoolerConfig(task="classify" if head.kind == "sequence" else "token_classify", use_activation=False)
     return judge_arguments(config, folder, runner="pooling", pooler_config=pooler)
 

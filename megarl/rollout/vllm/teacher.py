@@ -22,8 +22,8 @@ from megarl.rollout.vllm.worker_extension import RefitExtension
 
 
 def teacher_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a teacher whose layout is that of config.teachers. Raise a UserError in
-    the same cases as `engine_arguments`."""
+    """Return the arguments of `vllm.LLM` for a teacher with the layout in config.teachers. Raise a UserError in the
+    same cases as `engine_arguments`."""
     settings = config.teachers
     # The engine samples a token after each sequence, because vLLM has no request without sampling.
     context_length = config.context_of(settings)[1] + 1
@@ -73,7 +73,9 @@ class VllmTeacher(LoadedModel):
         # The first token has no entry. Each other entry lists the token itself, then the most probable tokens.
         first, width = len(sample.prompt.token_ids) - 1, self._top_k + 1
         values = torch.from_numpy(np.array(logprobs.logprobs, np.float32)).view(-1, width)[first:]
-        assert len(values) == len(sample.response_ids), f"sample {sample.id}: {len(values)} log-probs"
+        assert len(values) == len(sample.response_ids), (
+            f"sample {sample.id}: {len(values)} log-probs for {len(sample.response_ids)} response tokens"
+        )
         if not self._top_k:
             return values[:, 0]
         ids = torch.from_numpy(np.array(logprobs.token_ids, np.int64)).view(-1, width)[first:]

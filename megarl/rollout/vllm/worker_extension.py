@@ -168,7 +168,7 @@ class RefitExtension:
         return stats
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
-        """Load the weights with vLLM's loader. It processes layers in temporary memory before copying them."""
+        """Load the weights with vLLM's loader, which processes each layer in temporary memory before copying it."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         transport = self._receiver.transport
         assembly = Assembly(self._receiver.writes, transport, next(model.parameters()).device)
@@ -198,7 +198,7 @@ class RefitExtension:
     def _checked(
         self, assembly: Assembly, expected: Mapping[Region, Checksum] | None, checksums: dict[int, int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the received tensors, and add the checksums of those that are expected to `checksums`."""
+        """Yield the received tensors. Verify those with expected checksums, and add their checksums to `checksums`."""
         compared = {region.tensor for region in expected or ()}
         for name, tensor in assembly.parameters():
             if expected is not None and name in compared:
@@ -207,8 +207,8 @@ class RefitExtension:
 
     @property
     def _drafter(self) -> torch.nn.Module | None:
-        """The policy's MTP layer, in engines that draft tokens with it. It shares the policy's embedding and output
-        layer. vLLM's model runners have different names for it."""
+        """The policy's MTP layer; None unless the engine drafts tokens with it. It shares the policy's embedding and
+        output layer. vLLM's model runners have different names for it."""
         runner, settings = self.model_runner, self.model_runner.vllm_config.speculative_config
         if settings is None or settings.method != "mtp":
             return None
@@ -216,7 +216,7 @@ class RefitExtension:
 
     @property
     def _models(self) -> list[torch.nn.Module]:
-        """The models whose weights a refit writes: the policy, and its MTP layer."""
+        """The models whose weights a refit writes: the policy and, if it drafts tokens, its MTP layer."""
         return [self.model_runner.get_model(), *([] if self._drafter is None else [self._drafter])]
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:

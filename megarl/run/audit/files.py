@@ -139,7 +139,7 @@ def check_checkpoints(checkpoints: Mapping[int, Path], history: History) -> str:
 
 
 def check_rollouts(files: Mapping[int, Path], history: History, total: int) -> str:
-    """Compare rollout files with the groups in the ledger. A group may be missing, if the disk was full."""
+    """Compare rollout files with the groups in the ledger. A file may lack groups because the disk was full."""
     num_groups = 0
     for step, path in files.items():
         if step not in history.tables:  # an unfinished step
@@ -225,7 +225,7 @@ def _objects(path: Path, num_bytes: float = math.inf) -> Iterator[tuple[int, dic
 
 
 def checked(path: Path, check: Callable[[], str]) -> str:
-    """Run a check of files whose values may have any type."""
+    """Run a check of the files at `path`. Raise Broken if their values are malformed."""
     try:
         return check()
     except UserError:
@@ -241,7 +241,7 @@ def _of(count: int, total: int) -> str:
 
 
 def reasons(counts: Mapping[str, int], most: int) -> Iterable[str]:
-    """Yield the `most` most frequent reasons with their counts, and a line with the number of all others."""
+    """Yield the `most` most frequent reasons with their counts, and a line with the total count of all others."""
     listed = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     yield from (f"{count:,} {why}" for why, count in listed[:most] if count)
     if len(listed) > most:

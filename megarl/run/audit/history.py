@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(slots=True)
 class Totals:
-    """Totals over the steps that count, and over what was undone."""
+    """Totals over one step, or over all steps that count."""
 
     trained: int = 0
     rollouts: int = 0
@@ -73,7 +73,7 @@ class Totals:
 
 
 class History:
-    """What the lines so far prove.
+    """The run's history as recorded in the lines read so far.
 
     Attributes:
         base, head: the ledger covers the steps after `base` up to `head`.
@@ -338,7 +338,8 @@ class History:
         return any(scope in weights and weights[scope]["engines"] is not None for scope in SCOPES)
 
     def _check_number(self, totals: Totals) -> None:
-        """Check that the step took prompts_per_step groups and trained on as many, or on all that have a score."""
+        """Check that the step took at least prompts_per_step groups, and trained on exactly that many or, if fewer have
+        a score, on all of these."""
         wanted, has_spare = self.settings["prompts_per_step"], totals.left_out.keys() - {"no score"}
         num_taken = totals.trained + sum(totals.left_out.values())
         require(num_taken >= wanted, f"at least {wanted} groups (batch.prompts_per_step)", f"{num_taken}")
@@ -403,7 +404,7 @@ def natural(value: Any) -> int:
 
 
 def naturals(values: Iterable[Any]) -> Sequence[int]:
-    """Return a list of integers that are at least 0 and fit in 63 bits."""
+    """Return the values as a list. Raise _Rule unless all are integers from 0 to 2^63 − 1."""
     listed = list(values)
     is_valid = set(map(type, listed)) <= {int} and (not listed or 0 <= min(listed) <= max(listed) < 2**63)
     require(is_valid, "nonnegative integers below 2^63", shown(listed))

@@ -60,7 +60,7 @@ class Rollout:
 
 def main(folder: Path, step: int | None, sample: str | None, model: Path | None, scratch: Path) -> int:
     """Run `megarl diagnose` and return its exit code: 1 if a stage differs or an implementation fails."""
-    config, rollout = read_config(folder), find_rollout(folder, step, sample)
+    config, rollout = read_run_config(folder), find_rollout(folder, step, sample)
     weights = find_weights(folder, config, model)
     print(
         f"sample {rollout.sample_id} of step {rollout.step}: {len(rollout.token_ids)} tokens, weights from {weights}",
@@ -124,7 +124,7 @@ def on_one_rank(config: Config, num_tokens: int) -> Config:
     return single_rank.model_copy(update=sections)
 
 
-def read_config(folder: Path) -> Config:
+def read_run_config(folder: Path) -> Config:
     """Return the config of a run, without executing files that it names."""
     path = folder / "config.resolved.yaml"
     if not path.is_file():

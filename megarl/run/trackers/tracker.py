@@ -86,7 +86,7 @@ class Tracker:
             self._warn(f"it is {QUEUED_ROWS} steps behind")
 
     def begin_close(self) -> None:
-        """Request that the tracker is closed after all queued rows are written. Return without waiting."""
+        """Request that the tracker close after writing all queued rows. Return without waiting."""
         self._queue.put(None)
 
     def end(self, deadline: float) -> None:
@@ -98,7 +98,7 @@ class Tracker:
         self._end_process()
         if num_lost := self._num_rows - self._num_written:
             print(
-                f"tracker {self._settings.tracker}: lost {num_lost} of {self._num_rows} steps (all in metrics.jsonl)",
+                f"tracker {self._settings.tracker}: lost {num_lost} of {self._num_rows} steps (metrics.jsonl has them)",
                 flush=True,
             )
 

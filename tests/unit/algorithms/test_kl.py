@@ -171,7 +171,7 @@ def test_distillation_has_the_gradient_of_the_divergence(placement):
 
 
 def test_distillation_matches_worked_example():
-    """Two teachers: 0.5·K(d₁) + 2·K(d₂) with k1 and a limit of 3. The first teacher has no part in the third token. The
+    """Two teachers: 0.5·K(d₁) + 2·K(d₂) with k1 and a limit of 3. The first teacher does not score the third token. The
     last token is masked and not finite."""
     log_prob = torch.tensor([-1.0, -2.0, -1.0, -1.0])
     teachers = torch.tensor([[-2.0, -0.5], [-6.0, -2.0], [kl.UNSCORED, -1.25], [torch.nan, -torch.inf]])

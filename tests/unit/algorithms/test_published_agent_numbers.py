@@ -1,6 +1,7 @@
 """Comparison with public implementations of estimators for agents and for several rewards.
 
-Each entry of the file names the repository, commit and function that computed it, with its inputs.
+Recorded by tools/references/record.py. Each entry of the file names the repository, commit and function that computed
+it, with its inputs.
 """
 
 from __future__ import annotations

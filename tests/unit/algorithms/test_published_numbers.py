@@ -28,8 +28,10 @@ from megarl.algorithms.rewards import margins as margins_of
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.value_loss import squared_error
 from megarl.core.score import Baseline, RewardPart
+from megarl.ops.divergence import divergence, plain_divergence
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
-from tests.closeness import relative_error
+from megarl.ops.output_layer import OutputLayer
+from tests.closeness import assert_close, expected, relative_error
 from tests.paths import ROOT
 
 LONGEST, GAMMA, LAMBDA = 12, 0.9, 0.8
@@ -211,8 +213,8 @@ def test_kl_reward_matches_verl():
 def test_adaptive_kl_coefficient_matches_verl():
     """Four steps of 256 samples with a target of 0.1."""
     coefficients = [0.3]
-    for divergence in (0.05, 0.3, 0.105, 0.1):
-        coefficients.append(kl.adapted(coefficients[-1], divergence, target=0.1, num_samples=256, horizon=1000))
+    for measured in (0.05, 0.3, 0.105, 0.1):
+        coefficients.append(kl.adapted(coefficients[-1], measured, target=0.1, num_samples=256, horizon=1000))
     assert_equal(torch.tensor(coefficients[1:], dtype=torch.float64), published("verl", "kl/adaptive"))
 
 
@@ -404,3 +406,29 @@ def test_log_probs_and_entropies_match_trl():
     for log_prob, entropy in (plain_log_prob_and_entropy(*arguments), log_prob_and_entropy(*arguments).unbind(1)):
         assert_equal(log_prob, published("trl", "logits/log_prob"))
         assert_equal(entropy, published("trl", "logits/entropy"))
+
+
+def mean_divergence(compute: Callable[..., torch.Tensor], kind: str, beta: float) -> dict[str, torch.Tensor]:
+    """Return the mean over trained tokens at temperature 0.7, and its gradient. Hidden states are logits."""
+    logits, teacher_logits = (rows(name).to(torch.get_default_dtype()) for name in ("logits", "teacher_logits"))
+    identity = torch.eye(logits.shape[1])
+    teacher = OutputLayer(teacher_logits, identity)
+    of_tokens = compute(logits.requires_grad_(), identity, teacher, kind, 0.7, len(identity), beta)
+    value = (weights(TOKEN_MEAN) * of_tokens).sum()
+    [gradient] = torch.autograd.grad(value, logits)
+    assert not gradient[~MASK].any()
+    return {"value": value.detach(), "gradient": gradient[MASK]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "beta"),
+    [("jsd", 0.0), ("forward_kl", 0.0), ("jsd", 0.1), ("jsd", 0.5), ("jsd", 1.0), ("reverse_kl", 1.0)],
+)
+def test_divergences_match_trl(kind, beta):
+    """TRL's β is ours: the teacher's share in the mixture, and at 0 and 1 the forward and the reverse KL. Its default
+    reduction, batchmean, divides by the number of labels that are not -100, which is our token_mean. Neither multiplies
+    by the square of the temperature."""
+    exact, plain = expected(lambda: mean_divergence(plain_divergence, kind, beta))
+    for name, numbers in published("trl", f"divergence/{beta}").items():
+        assert_equal(exact[name], numbers)
+    assert_close(mean_divergence(divergence, kind, beta), exact, plain, "divergence")

@@ -13,7 +13,7 @@ from megarl.core.interpreter import PYTHON
 from megarl.data.reasoning import Task, reasoning_rows
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
-from tests.timing import LIMIT_S
+from tests.timing import WAIT_S
 
 PLANTED = "open('imported', 'w').close()\nraise SystemExit('imported from the working directory')\n"
 ROOT = Path(megarl.__file__).parent
@@ -39,7 +39,7 @@ def test_reward_functions_may_import_modules_of_the_project(tmp_path: Path, monk
     (tmp_path / "beside.py").write_text("VALUE = 0.5\n")
     (tmp_path / "reward.py").write_text("import beside\n\ndef f(prompt, response, answer):\n    return beside.VALUE\n")
     monkeypatch.chdir(tmp_path)
-    pool = FunctionPool(["reward.py:f"], None, 1, LIMIT_S)
+    pool = FunctionPool(["reward.py:f"], None, 1, WAIT_S)
     assert pool.call("reward.py:f", "", "", "").result() == Result(0.5, "0.5")
     pool.close()
 

@@ -74,7 +74,7 @@ def test_rows_are_dropped_with_one_warning_and_a_count(
     disk.free = RESERVED_BYTES
     assert log.append(file, [4], 1) and log.append(file, [5], 1)
     [note] = capfd.readouterr().err.splitlines()
-    assert note == f"megarl: note: {tmp_path}: can be written again, after 6 dropped rollouts"
+    assert note == f"megarl: note: {tmp_path}: writable again; 6 rollouts were dropped"
     assert file.read_text() == "1\n4\n5\n"
 
 

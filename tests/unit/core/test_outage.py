@@ -22,7 +22,7 @@ class Clock:
 
 
 def waited(outage: Outage, clock: Clock) -> float:
-    """Return how many seconds one call waits for a service that does not come back."""
+    """Return how many seconds one call waits for a service that does not recover."""
     begin = clock.now
     for pause in outage.begin_call():
         if pause is None:

@@ -58,7 +58,7 @@ def test_images_must_be_in_their_part_of_the_sample():
     ids = Prompt("p", "", range(10), images=(prompt,))
     assert sample(2, prompt=ids, response_images=(response,)).images == (prompt, response)
     for wrong in (dict(prompt=replace(ids, images=(replace(prompt, start=9),))), dict(response_images=(prompt,))):
-        with pytest.raises(AssertionError, match="an image is in the wrong one of prompt"):
+        with pytest.raises(AssertionError, match=r"an image is in prompt\.images instead"):
             sample(2, **wrong)
 
 

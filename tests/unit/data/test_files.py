@@ -1,13 +1,14 @@
 import datetime
 import json
 import math
+import re
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.data.files import file_rows
+from megarl.data.files import file_rows, require_data_file
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
 RECORDS = [
@@ -179,14 +180,16 @@ def test_malformed_line_is_named(tmp_path, line, message):
 
 def test_source_that_is_not_a_data_file_is_refused(tmp_path):
     (tmp_path / "rows.parquet").write_text("no parquet")
-    with pytest.raises(ValueError, match=r"data\.source=.*rows\.parquet: not a Parquet file"):
+    with pytest.raises(ValueError, match=r"rows\.parquet: not a Parquet file"):
         read(tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"data\.source=.*absent\.jsonl: not a file\. Fix: correct the path$"):
-        read(tmp_path / "absent.jsonl")
-    with pytest.raises(
-        ValueError, match=r"data\.source=arithmetics: unknown data source\. Fix: use arithmetic, reasoning_gym:TASK, or"
-    ):
-        read(Path("arithmetics"))
+    absent, unknown = tmp_path / "absent.jsonl", Path("arithmetics")
+    with pytest.raises(ValueError, match=r"^data\.more_sources=.*absent\.jsonl: not a file\. Fix: correct the path$"):
+        require_data_file(absent, "data.more_sources")
+    fix = "Fix: use arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet file"
+    with pytest.raises(ValueError, match=rf"^data\.source=arithmetics: unknown data source\. {re.escape(fix)}$"):
+        require_data_file(unknown, "data.source")
+    with pytest.raises(ValueError, match=r"^data\.more_sources=arithmetics: .* Fix: use a \.jsonl or \.parquet file$"):
+        require_data_file(unknown, "data.more_sources")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

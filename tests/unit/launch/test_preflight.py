@@ -119,7 +119,7 @@ def test_first_node_accepts_hundreds_of_connections() -> None:
     config = load(ROOT / "configs/quickstart.yaml", [f"cluster.nodes={nodes}", "cluster.interface=lo"])
     with listen_for_nodes(reports()[0], config) as first, ExitStack() as connections:
         for _ in range(nodes - 1):
-            connections.enter_context(socket.create_connection(first.address, timeout=1))
+            connections.enter_context(socket.create_connection(first.address, timeout=WAIT_S))
 
 
 def test_missing_interface_is_a_problem_of_the_first_node() -> None:

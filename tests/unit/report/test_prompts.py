@@ -163,7 +163,7 @@ def test_thumbnails_are_embedded_up_to_the_limit(tmp_path: Path, monkeypatch: py
     rollouts = read_rollouts({1: file})
     [step] = rollouts.steps
     assert sum(map(bool, step.thumbnails.values())) == 3 and rollouts.num_omitted_images == 1
-    assert "1 of their images are missing or left out" in rollout_note(rollouts)
+    assert "1 of their images is missing or omitted" in rollout_note(rollouts)
 
 
 @pytest.mark.parametrize("name", ["../secret.png", f"{THUMBNAILS}/../secret.png", "secret.png", "/etc/passwd", 3, []])

@@ -114,9 +114,9 @@ def test_notes_list_missing_and_nonfinite_data(tmp_path):
     tail = f'{{"step": 4, {nonfinite}, "policy/skipped_updates": 2.0}}\n{{"step": 5, "rew'
     notes = Page(write(make_run(tmp_path, 3, tail=tail))).texts["notes"]
     assert "The run has reached step 4 of 14." in notes
-    assert "metrics.jsonl: line 5 could not be parsed and was skipped" in notes
+    assert "metrics.jsonl: skipped line 5, which could not be parsed" in notes
     assert "policy/loss was NaN or infinite at step 4." in notes
-    assert "policy/skipped_updates: 2 updates were skipped because their gradient was NaN or infinite." in notes
+    assert "policy/skipped_updates: 2 skipped because of a NaN or infinite gradient." in notes
 
 
 def test_complete_run_has_no_notes(tmp_path):

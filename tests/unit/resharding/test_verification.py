@@ -1,4 +1,4 @@
-"""Independent checksums of trainer and engine are equal exactly if the weights are, in any layouts."""
+"""Trainer and engine compute equal checksums if and only if their weights are equal, regardless of layouts."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_program_cannot_send_values_that_need_a_missing_module(monkeypatch):
 
 @pytest.mark.parametrize("name", ["__array_interface__", "__cuda_array_interface__"])
 def test_addresses_from_the_program_are_not_read(name):
-    """Otherwise, NumPy would read the tests' memory at the address 8, or beyond the end of the buffer."""
+    """If NumPy used them, it would read the tests' memory at address 8, or past the end of the buffer."""
     interface = "{'shape': (1,), 'typestr': '<i8', 'version': 3, 'data': b'12345678', 'offset': 8}"
     program = f"class A: {name} = {interface}\ndef f(x): return A()"
     assert not passes(program, "import numpy as np\nassert np.array(f(1)).dtype == np.int64")

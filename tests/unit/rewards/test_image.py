@@ -123,7 +123,7 @@ def test_missing_model_is_refused(tmp_path):
 
 @pytest.mark.parametrize("response", ["text", np.zeros((2, 2), np.uint8), np.zeros((2, 2, 3), np.float32)])
 def test_other_responses_are_failures(response):
-    with pytest.raises(ValueError, match="expected an image, uint8"):
+    with pytest.raises(ValueError, match="expected an RGB image, uint8"):
         jpeg_compressibility("", response, None)
 
 

@@ -5,15 +5,14 @@ import random
 from collections.abc import Iterator
 from typing import ClassVar
 
+import math_verify
 import pytest
 import sympy
+from antlr4.dfa.DFA import DFA
+from latex2sympy2_extended import latex2sympy2
 
 from megarl.rewards.math_answer import MathMatch
 from megarl.rewards.math_shortcuts import differ, number, parse_quickly
-
-DFA = pytest.importorskip("antlr4.dfa.DFA").DFA
-math_verify = pytest.importorskip("math_verify")
-latex2sympy2 = pytest.importorskip("latex2sympy2_extended.latex2sympy2")
 
 COUNT = int(os.environ.get("MEGARL_MATH_PAIRS", "75"))
 """Number of pairs that each test checks."""

@@ -14,6 +14,7 @@ from megarl.rewards.ocr import OcrExact
 from megarl.rewards.options import configure
 from megarl.rewards.pool import FunctionPool
 from tests.paths import OCR
+from tests.timing import WAIT_S
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_answers_without_text_are_found(installed):
 
 
 def test_reward_processes_load_the_model(installed):
-    pool = FunctionPool(["ocr_exact"], None, 1, timeout_s=60)
+    pool = FunctionPool(["ocr_exact"], None, 1, timeout_s=WAIT_S)
     try:
         assert pool.call("ocr_exact", "", drawn("47", 60), "47").result().value == 1.0
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,7 @@ from megarl.core.errors import InfrastructureFailure
 from megarl.core.prompt import Prompt
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
-from tests.timing import HANG_S, LIMIT_S, POLL_S, WAIT_S
+from tests.timing import HANG_S, LIMIT_S, POLL_S, SHORT_S, WAIT_S
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time
@@ -63,7 +64,7 @@ def file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def pool(file) -> Iterator[FunctionPool]:
     names = [f"{file}:{name}" for name in ("process", "act", "sleeper", "later")]
-    pool = FunctionPool(["exact_match", *names], f"{file}:judge", 2, LIMIT_S)
+    pool = FunctionPool(["exact_match", *names], f"{file}:judge", 2, WAIT_S)
     yield pool
     pool.close()
 
@@ -86,7 +87,7 @@ def test_result_holds_the_return_value(pool, file):
 
 def test_functions_receive_the_columns_they_name(file):
     level, whole = f"{file}:level", f"{file}:whole"
-    pool = FunctionPool(["exact_match", level, whole], None, 1, LIMIT_S)
+    pool = FunctionPool(["exact_match", level, whole], None, 1, WAIT_S)
     try:
         assert pool.columns == {"level": level, "scale": None, "row": whole}
 
@@ -108,16 +109,17 @@ def test_calls_run_concurrently(pool, file):
     assert len(found) == 2 and os.getpid() not in found
 
 
-def test_hanging_call_fails_alone_and_its_children_are_killed(pool, file, tmp_path):
-    before = processes(pool, file)
-    started = tmp_path / "started"
-    hung = pool.call(f"{file}:sleeper", "", str(started), None)
-    others = [pool.call("exact_match", "", "12", "12") for _ in range(8)]
-    assert all(other.result().value == 1.0 for other in others)
-    assert hung.result() == Result(None, failure=f"did not return within rewards.timeout_s={LIMIT_S}")
-    assert has_ended(int(started.read_text()))
-    after = processes(pool, file)
-    assert len(after) == 2 and len(after & before) == 1
+def test_hanging_call_fails_alone_and_its_children_are_killed(file, tmp_path):
+    with closing(FunctionPool(["exact_match", f"{file}:sleeper", f"{file}:act"], None, 2, LIMIT_S)) as pool:
+        before = processes(pool, file)
+        started = tmp_path / "started"
+        hung = pool.call(f"{file}:sleeper", "", str(started), None)
+        others = [pool.call("exact_match", "", "12", "12") for _ in range(8)]
+        assert all(other.result().value == 1.0 for other in others)
+        assert hung.result() == Result(None, failure=f"did not return within rewards.timeout_s={LIMIT_S}")
+        assert has_ended(int(started.read_text()))
+        after = processes(pool, file)
+        assert len(after) == 2 and len(after & before) == 1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_process_killed_once_at_start_is_replaced(tmp_path):
         f"    open('{tmp_path}/1', 'w')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         "def f(prompt, response, answer):\n    return 1\n"
     )
-    pool = FunctionPool([f"{tmp_path / 'killed.py'}:f"], None, 1, LIMIT_S)
+    pool = FunctionPool([f"{tmp_path / 'killed.py'}:f"], None, 1, WAIT_S)
     try:
         assert pool.call(f"{tmp_path / 'killed.py'}:f", "", "", None).result().value == 1.0
     finally:
@@ -193,11 +195,11 @@ def test_process_killed_at_start_is_not_a_user_error(tmp_path):
     with pytest.raises(
         InfrastructureFailure, match=r"killed\.py:f: .* was killed while it started \(SIGKILL\).* Fix: "
     ):
-        FunctionPool([f"{tmp_path / 'killed.py'}:f"], None, 1, LIMIT_S)
+        FunctionPool([f"{tmp_path / 'killed.py'}:f"], None, 1, WAIT_S)
 
 
 def test_crash_names_the_memory_limit(file):
-    pool = FunctionPool([f"{file}:act"], None, 1, LIMIT_S, memory_mib=4096)
+    pool = FunctionPool([f"{file}:act"], None, 1, WAIT_S, memory_mib=4096)
     try:
         assert act(pool, file, "os.abort()").failure == "terminated its process (SIGABRT, rewards.memory_mib=4096)"
     finally:
@@ -216,24 +218,24 @@ def test_long_and_unencodable_responses_are_delivered(pool, file):
 def test_hanging_import_is_reported_and_its_process_killed(tmp_path, monkeypatch, children):
     (tmp_path / "hangs.py").write_text(f"import time\ntime.sleep({HANG_S})\n")
     monkeypatch.setattr("megarl.rewards.pool.IMPORT_S", 0.5)
-    refusal = rf"^rewards.functions: .*hangs.py:f: the import did not finish within {LIMIT_S} s\. Fix: move slow work"
+    refusal = rf"^rewards.functions: .*hangs.py:f: the import did not finish within {SHORT_S} s\. Fix: move slow work"
     with pytest.raises(ValueError, match=refusal):
-        FunctionPool([f"{tmp_path / 'hangs.py'}:f"], None, 1, LIMIT_S)
+        FunctionPool([f"{tmp_path / 'hangs.py'}:f"], None, 1, SHORT_S)
     assert not children()
 
 
 def test_missing_functions_are_rejected_before_any_call(file, tmp_path):
     with pytest.raises(ValueError, match="has no function 'missing'"):
-        FunctionPool([f"{file}:missing"], None, 2, LIMIT_S)
+        FunctionPool([f"{file}:missing"], None, 2, WAIT_S)
     (tmp_path / "leaves.py").write_text("import sys; sys.exit(4)")
     with pytest.raises(
         ValueError, match=r"^rewards.functions: .*leaves.py:f: the import ended the process \(exit status 4\)"
     ):
-        FunctionPool([f"{tmp_path / 'leaves.py'}:f"], None, 2, LIMIT_S)
+        FunctionPool([f"{tmp_path / 'leaves.py'}:f"], None, 2, WAIT_S)
     with pytest.raises(ValueError, match=r"rewards.judge: .*none.py is not a Python file"):
-        FunctionPool([], f"{tmp_path}/none.py:judge", 1, LIMIT_S)
+        FunctionPool([], f"{tmp_path}/none.py:judge", 1, WAIT_S)
     with pytest.raises(ValueError, match=r"no function 'f'. Fix: define it as f\(prompt, first, second, answer"):
-        FunctionPool([], f"{file}:f", 1, LIMIT_S)
+        FunctionPool([], f"{file}:f", 1, WAIT_S)
 
 
 def test_closed_pool_resolves_calls_and_leaves_no_process(file, children):

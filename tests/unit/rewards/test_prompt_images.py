@@ -26,7 +26,7 @@ from megarl.environments.trial import try_rewards
 from megarl.rewards import judge, worker
 from megarl.rewards.pool import FunctionPool
 from tests.paths import QUICKSTART
-from tests.timing import LIMIT_S
+from tests.timing import WAIT_S
 from tests.unit.data.image_data import encoded, picture, png
 
 FUNCTIONS = """
@@ -98,7 +98,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pool(file: Path) -> Iterator[FunctionPool]:
     names = [f"{file}:{name}" for name in ("single", "batch", "files", "blind", "changes")]
-    pool = FunctionPool(names, f"{file}:judge", 1, LIMIT_S)
+    pool = FunctionPool(names, f"{file}:judge", 1, WAIT_S)
     yield pool
     pool.close()
 
@@ -142,7 +142,7 @@ def test_batch_images_are_decoded_on_access(monkeypatch: pytest.MonkeyPatch) -> 
 def test_images_that_exceed_the_memory_have_a_remedy(file: Path) -> None:
     name = f"{file}:single"
     large = encoded(Image.new("RGB", (9000, 9000)))
-    pool = FunctionPool([name], None, 1, LIMIT_S, memory_mib=128)
+    pool = FunctionPool([name], None, 1, WAIT_S, memory_mib=128)
     try:
         result = asyncio.run(judge_single(pool, [name], sample("e.0", large)))[name]
     finally:
@@ -177,7 +177,7 @@ def test_trial_uses_the_images_of_the_row(pool: FunctionPool, file: Path, tmp_pa
     placed = tuple(PromptImage(i, 1, (1, 2, 2), digest) for i, digest in enumerate(digests))
     functions = [{"function": f"{file}:{name}"} for name in ("single", "files")]
     config = load(QUICKSTART, [f"rewards.functions={json.dumps(functions)}"])
-    own = FunctionPool(config.rewards.functions, None, 1, LIMIT_S)
+    own = FunctionPool(config.rewards.functions, None, 1, WAIT_S)
     try:
         rewards = try_rewards(config, own, [Prompt("p", "?", [5, 5], "4", images=placed)], images)
     finally:

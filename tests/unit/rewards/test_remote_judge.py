@@ -126,7 +126,7 @@ def judged(
     """Return the results of the responses, computed in a pool's processes. files: encoded images in the prompt."""
     url = f"http://127.0.0.1:{server.server_port}/v1"
     defaults = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}"}
-    defaults |= {"timeout_s": LIMIT_S, "retries": 0}
+    defaults |= {"timeout_s": WAIT_S, "retries": 0}
     entry = RewardFunction(function="generative_judge", options=defaults | options)
     images = tuple(PromptImage(i, 1, (1, 2, 2), str(i), file) for i, file in enumerate(files))
     prompt = Prompt("p", text, [1] * max(1, len(files)), answer=answer, images=images)
@@ -188,9 +188,10 @@ def test_response_rejected_in_every_part_gets_the_worst_rating(server):
 )
 def test_response_that_the_server_fails_on_gets_the_worst_rating(server, response, failure):
     """The server answers the same question with an empty response, so it is available."""
-    [result] = judged(server, response)
+    timeout_s = LIMIT_S if "slow" in response else WAIT_S
+    [result] = judged(server, response, timeout_s=timeout_s)
     assert (result.value, result.failure) == (0.0, None) and failure in result.issues["unrated"]
-    [result] = judged(server, "say [[10]]", answer=response)
+    [result] = judged(server, "say [[10]]", answer=response, timeout_s=timeout_s)
     assert result.value is None and result.kind == "away" and failure in result.failure
 
 
@@ -353,7 +354,7 @@ def test_each_image_is_encoded_once_and_not_in_the_event_loop(server, monkeypatc
         return shrunk_url(file, max_pixels)
 
     monkeypatch.setattr(remote_judge, "shrunk_url", slow)
-    judge = remote_judge.GenerativeJudge(url, "m", "{prompt}|{response}|{answer}", timeout_s=LIMIT_S)
+    judge = remote_judge.GenerativeJudge(url, "m", "{prompt}|{response}|{answer}", timeout_s=WAIT_S)
     files = [PICTURES, PICTURES, PICTURES[:1], [b"damaged"]]
     ratings = asyncio.run(judge(["Q"] * 4, ["say [[10]]"] * 4, ["12"] * 4, prompt_image_files=files))
     assert sorted(encoded_files) == sorted([*PICTURES, b"damaged"])

@@ -22,7 +22,7 @@ from megarl.rewards.registry import FUNCTIONS, column_parameters, resolve
 from megarl.rewards.row_checks import check_rows, require_rows
 from megarl.usercode.failures import ProcessLost
 from tests.paths import QUICKSTART
-from tests.timing import LIMIT_S
+from tests.timing import WAIT_S
 
 JUDGE = {"base_url": "http://none", "model": "judge"}
 REASONING = {"task": "basic_arithmetic", "options": {}, "metadata": {}}
@@ -109,7 +109,7 @@ def config_with(failure_limit: float, *functions: Mapping[str, Any]) -> Config:
 
 
 def checked(config: Config, prompts: Sequence[Prompt]) -> None:
-    pool = FunctionPool(config.rewards.functions, None, 1, LIMIT_S)
+    pool = FunctionPool(config.rewards.functions, None, 1, WAIT_S)
     try:
         check_rows(config, pool, prompts)
     finally:
@@ -155,7 +155,7 @@ def test_rows_within_the_failure_limit_are_a_warning(capfd: pytest.CaptureFixtur
 def test_functions_check_only_rows_of_their_sources() -> None:
     entries = [{**NUMERIC, "sources": ["math"]}, {**EXACT, "sources": ["text"]}]
     prompts = [prompt(1, "12", source="math"), prompt(2, "Paris", source="text")]
-    pool = FunctionPool([RewardFunction(**entry) for entry in entries], None, 1, LIMIT_S, source_column="source")
+    pool = FunctionPool([RewardFunction(**entry) for entry in entries], None, 1, WAIT_S, source_column="source")
     try:
         check_rows(config_with(0.0, EXACT), pool, prompts)
         with pytest.raises(UserError, match="rows:3: numeric_match"):
@@ -165,7 +165,7 @@ def test_functions_check_only_rows_of_their_sources() -> None:
 
 
 def test_rows_are_checked_again_after_their_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = FunctionPool([RewardFunction(function="exact_match")], None, 1, LIMIT_S)
+    pool = FunctionPool([RewardFunction(function="exact_match")], None, 1, WAIT_S)
     try:
         for child in pool._children:
             child.kill()
@@ -210,7 +210,7 @@ def test_process_lost_in_a_check_is_not_blamed_on_the_row() -> None:
 
 
 def test_timeout_of_a_check_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = FunctionPool([RewardFunction(function="exact_match")], None, 1, LIMIT_S)
+    pool = FunctionPool([RewardFunction(function="exact_match")], None, 1, WAIT_S)
     try:
         monkeypatch.setattr(pool, "_run", lambda *_: {"value": None, "failure": "did not return"})
         [problem] = pool.check_rows("exact_match", [("12", {})]).result()

@@ -15,7 +15,7 @@ from megarl.config.load import dump, load
 from megarl.core.errors import UserError
 from megarl.run.diagnosis import diagnose as diagnosis
 from megarl.run.diagnosis.comparison import compare, difference, first_different, table, verdict
-from megarl.run.diagnosis.diagnose import difference_in_run, find_rollout, find_weights, on_one_rank, read_config
+from megarl.run.diagnosis.diagnose import difference_in_run, find_rollout, find_weights, on_one_rank, read_run_config
 from tests.paths import BASE
 
 STAGES = ("embedding", "layer 0", "layer 1", "final norm")
@@ -64,7 +64,7 @@ def test_equal_sides_agree() -> None:
 def test_log_probs_are_compared_with_the_limit_of_the_run(
     run: Path, monkeypatch: pytest.MonkeyPatch, limit: float, agrees: bool
 ) -> None:
-    config = read_config(run)
+    config = read_run_config(run)
     check = config.logprob_check.model_copy(update={"limit": limit})
     shifted = outputs() | {"log-probs": outputs()["log-probs"] + np.float32(5e-4)}
     monkeypatch.setattr(diagnosis, "_compute", lambda side, *_: shifted if side == "engine" else outputs())
@@ -134,7 +134,7 @@ def test_recorded_differences_contradict_equal_sides(run: Path) -> None:
     """The run's engine had an argument that `megarl diagnose` does not pass on."""
     row = {"sample_id": "3.0.0", "prompt_ids": [1, 2], "response_ids": [3, 4], "logprob_differences": [0.5, None, -0.3]}
     (run / "rollouts" / "step_000003.jsonl").write_text(json.dumps(row) + "\n")
-    rollout, config = find_rollout(run, 3, None), read_config(run)
+    rollout, config = find_rollout(run, 3, None), read_run_config(run)
     assert rollout.differences == [0.5, -0.3]
     message = difference_in_run(config, rollout)
     assert message is not None and "differed by 4.0e-01 per token" in message and "rollout.verify_refit" in message
@@ -148,13 +148,13 @@ def test_recorded_differences_contradict_equal_sides(run: Path) -> None:
 
 def test_folders_without_a_run_or_model_raise(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a run folder \(no config\.resolved\.yaml\)"):
-        read_config(tmp_path / "elsewhere")
+        read_run_config(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"--model .*: not a Hugging Face model folder"):
-        find_weights(run, read_config(run), tmp_path / "elsewhere")
+        find_weights(run, read_run_config(run), tmp_path / "elsewhere")
 
 
 def test_single_rank_config_has_no_adapters(run: Path) -> None:
-    config = on_one_rank(read_config(run), 512)
+    config = on_one_rank(read_run_config(run), 512)
     assert config.actor.layout.world_size == config.num_ranks["rollout"] == 1
     assert config.actor.adapters is None and config.rollout.vllm_overrides == {"load_format": "auto"}
 
@@ -167,7 +167,7 @@ def test_the_run_folder_cannot_execute_code(run: Path, tmp_path: Path) -> None:
     values["algorithm"]["objective"]["name"] = f"{tmp_path}/planted.py:SPEC"
     values["rollout"]["vllm_overrides"] = {"trust_remote_code": True, "worker_cls": "planted.Worker", "block_size": 32}
     config.write_text(document.render(values))
-    overrides = on_one_rank(read_config(run), 512).rollout.vllm_overrides
+    overrides = on_one_rank(read_run_config(run), 512).rollout.vllm_overrides
     assert overrides == {"block_size": 32, "load_format": "auto"}
     assert not (tmp_path / "executed").exists()
 
@@ -176,4 +176,4 @@ def test_the_run_folder_cannot_execute_code(run: Path, tmp_path: Path) -> None:
 def test_an_invalid_config_is_named(run: Path, text: str) -> None:
     (run / "config.resolved.yaml").write_text(text)
     with pytest.raises(UserError, match=r"config\.resolved\.yaml"):
-        read_config(run)
+        read_run_config(run)

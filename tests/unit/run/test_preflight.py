@@ -490,7 +490,7 @@ def test_summary_has_the_images_of_offline_data(images: Path, capfd: pytest.Capt
     data.write_text(f"{json.dumps(row)}\n" * 4)
     keys = f"data={{source: {data}, format: messages, image_column: images}}", "algorithm.objective.name=sft"
     rows, _ = check(BASE, images.parent / "runs", capfd, *vision_keys(images, *keys))
-    assert rows["data"] == "4 messages with 1 distinct images (on average 1 and at most 1 tokens)"
+    assert rows["data"] == "4 messages with 1 distinct image (on average 1 and at most 1 token)"
     assert rows["images"].startswith("up to 0.00 GB of host memory per node for patches, and up to 0.00 GB of Ray's")
 
 

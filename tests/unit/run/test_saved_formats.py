@@ -63,10 +63,10 @@ def keys(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (None, r"a pre-release of megarl saved it in a format .* Fix: start from scratch with another run.name"),
+        (None, r"saved by a pre-release of megarl in a format .* Fix: start from scratch with another run.name"),
         ("7", r"unknown format '7'. Fix: use a checkpoint that megarl saved"),
         (0, r"unknown format 0. Fix: use"),
-        (FORMAT + 1, rf"a later version of megarl saved it in format {FORMAT + 1}, .* up to {FORMAT}. Fix: update"),
+        (FORMAT + 1, rf"saved by a later version of megarl in format {FORMAT + 1}, .* up to {FORMAT}. Fix: update"),
     ],
 )
 def test_other_formats_are_refused(tmp_path: Path, version: Any, message: str) -> None:
@@ -77,7 +77,7 @@ def test_other_formats_are_refused(tmp_path: Path, version: Any, message: str) -
 
 
 def test_manifests_of_pre_releases_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^m: a pre-release of megarl saved it"):
+    with pytest.raises(UserError, match=r"^m: saved by a pre-release of megarl"):
         checked_format({"format": 7}, Path("m"))
 
 

@@ -175,8 +175,8 @@ def test_causes_add_up_to_the_allocation(
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=6))
 def test_every_step_is_kept_once(attempts: list[tuple[int, int]]) -> None:
-    """Each attempt resumes after a step that was reached, and does some steps. The steps that the last attempt to do
-    them did are kept, like in metrics.jsonl."""
+    """Each attempt resumes after a step that was completed, and runs further steps. The last execution of each step is
+    kept, as in metrics.jsonl."""
     kept: dict[int, float] = {}
     found: list[AttemptTimes] = []
     begin, reached = 0.0, 0

@@ -51,7 +51,7 @@ def begin(run: Path, attempt: int, after_step: int = 0) -> tuple[TimeRecorder, T
 
 
 def step(clock: Clock, times: TimeRecorder, trace: Trace, number: int) -> dict[str, float]:
-    """Do a step of 10 s: 4 s of rollouts, of which the engines sample for 3 s, and 6 s of training."""
+    """Record a step of 10 s: 4 s of rollouts, of which the engines sample for 3 s, and 6 s of training."""
     at = clock.now
     clock.advance(10)
     trace.record("rollout", at, at + 4)

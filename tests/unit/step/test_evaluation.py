@@ -80,7 +80,7 @@ def test_set_without_scores_has_no_value() -> None:
         "evaluation/a/truncated_frac": 0.0,
         "evaluation/a/length_mean": 2.0,
     }
-    assert found.describe() == "a (1 prompts × 1): 100.0% failed (first failure: f hung)"
+    assert found.describe() == "a (1 prompt × 1): 100.0% failed (first failure: f hung)"
 
 
 def played(name: str, trained: int, stop: str = "done", turns: int = 2, samples: int = 1) -> list[SampleRef]:
@@ -114,7 +114,7 @@ def test_set_with_only_failures_reports_only_these() -> None:
     [given, _] = recipe(SETS).evaluation.sets
     found = result(given, [played("0.0", 0, stop="failed")], [Score(None, {}, "environment: no server")])
     assert found.metrics() == {"evaluation/a/failed_frac": 1.0}
-    assert found.describe() == "a (1 prompts × 1): 100.0% failed (first failure: environment: no server)"
+    assert found.describe() == "a (1 prompt × 1): 100.0% failed (first failure: environment: no server)"
 
 
 def test_rollout_without_tokens_has_no_version() -> None:

@@ -346,7 +346,7 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed, tmp_path):
         "every row must be trained exactly once"
     )
     assert len(left) <= (config.prompts_ahead if drops else 0)
-    # With drops, a row may be dropped, then waited for, and after a kill wait behind older groups.
+    # With drops, a row may be dropped and restarted, and after a kill, it may be queued behind older groups.
     late = 3 * staleness + 1 if drops else staleness
     latest = max(step - row // PER_STEP for step, found in enumerate(rows) for row in found)
     assert latest <= late, (staleness, drops, factor)

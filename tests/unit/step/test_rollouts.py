@@ -25,7 +25,7 @@ from tests.paths import BASE
 
 
 class Engines:
-    """A fake EngineGroup that answers each request and records it."""
+    """A fake EngineGroup that completes each request and records it."""
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []

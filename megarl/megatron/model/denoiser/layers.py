@@ -109,7 +109,7 @@ class ModulatedLayer(SandwichLayer):
             parallel.mark(parameter, sequence_parallel=config.sequence_parallel)
 
     def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> Sequence[Scaling]:
-        assert context is not None, "a modulated layer needs the noise levels"
+        assert context is not None, "a modulated layer has no noise levels"
         attention_scale, attention_gate, mlp_scale, mlp_gate = self.modulation(context).chunk(4, dim=-1)
         factors = (1 + attention_scale, attention_gate.tanh(), 1 + mlp_scale, mlp_gate.tanh())
         return [partial(modulate, numbers=stream.document_numbers, scale=factor) for factor in factors]

@@ -1,4 +1,4 @@
-"""The parts that transformers of image models have in common as megatron-core models."""
+"""The base class of image models' transformers, built on megatron-core."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Denoiser(MegatronModule):
         return state
 
     def _embed_times(self, times: torch.Tensor) -> torch.Tensor:
-        """Return the embedded times [D], whose scale is the model's own: [D, conditioning]."""
+        """Embed the documents' times, [D] in the model's own scale, and return [D, conditioning]."""
         half = TIME_CHANNELS // 2
         # The order of operations matches diffusers, so that rounding is identical.
         frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=times.device) / half)
@@ -133,6 +133,6 @@ class Denoiser(MegatronModule):
         return embedder
 
     def _mark(self, module: nn.Module) -> None:
-        """Mark parameters that are replicated on every tensor-parallel rank but applied only to its own tokens."""
+        """Mark replicated parameters that each tensor-parallel rank applies only to its own tokens."""
         for parameter in module.parameters():
             parallel.mark(parameter, sequence_parallel=self.config.sequence_parallel)

@@ -73,7 +73,7 @@ class StableDiffusion3(Denoiser):
         super().__init__(config, shape, virtual)
         self.shape: StableDiffusion3Shape = shape
         hidden, dtype = shape.hidden, config.params_dtype
-        assert shape.pooled is not None, "the model has pooled captions"
+        assert shape.pooled is not None, "the model has no pooled captions"
         self.time_embedder = self._embedder(TIME_CHANNELS, hidden)
         self.pooled_embedder = self._embedder(shape.pooled, hidden)
         if self.pre_process:
@@ -115,7 +115,7 @@ class StableDiffusion3(Denoiser):
 
 
 class PatchEmbedder(nn.Conv2d):
-    """A convolution of patches that do not overlap, as a linear layer."""
+    """A convolution over non-overlapping patches, computed as a linear layer."""
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Map tokens from `patchify` to hidden states, [N, hidden]."""
@@ -123,6 +123,6 @@ class PatchEmbedder(nn.Conv2d):
 
 
 def _positions(grid: tuple[int, int], size: int) -> torch.Tensor:
-    """Return the positions, int64 [N], of an image's tokens in a square of `size` rows, at whose center it lies."""
+    """Return the positions, int64 [N], of an image's tokens in the center of a square grid with `size` rows."""
     rows, columns = (torch.arange(length) + (size - length) // 2 for length in grid)
     return (rows[:, None] * size + columns).flatten()

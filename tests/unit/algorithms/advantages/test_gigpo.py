@@ -24,7 +24,7 @@ def compared(group: Sequence[Sequence[Turn]], **options: object) -> list[list[fl
 
 def test_turns_in_equal_states_are_compared():
     """Both rollouts start in state 7. Their returns are 0 + ½·1 and 0 + ½·0 + ¼·2. State 8 has the returns 1 and 2,
-    and state 9 has one turn, which has nothing to be compared with."""
+    and state 9 has one turn, which cannot be compared."""
     group = [[Turn(7, 0.0), Turn(8, 1.0)], [Turn(7, 0.0), Turn(9, 0.0), Turn(8, 2.0)]]
     actual = compared(group, std="none", turn_gamma=0.5, turn_weight=3.0)
     assert actual == [pytest.approx([0.0, -1.5]), pytest.approx([0.0, 0.0, 1.5])]

@@ -128,7 +128,7 @@ def test_importing_spare_is_not_used(case: Case) -> None:
 
 @pytest.mark.parametrize("failure", ["is_dead", "is_suspended"])
 def test_failed_spare_is_not_used(case: Case, ray: Ray, failure: str) -> None:
-    """It fails after it was ready. A suspended process does not answer, so the wait must have a limit."""
+    """It fails after it was ready. A suspended process does not respond, so the wait must have a limit."""
     first, second = case.refill()
     case.refill()
     setattr(first, failure, True)

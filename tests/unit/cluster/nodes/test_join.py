@@ -95,4 +95,4 @@ def test_signal_requests_the_replacement_of_the_node(
     monkeypatch.setattr(module, "interrupts", signals)
     monkeypatch.setattr(module.time, "sleep", sleep)
     assert module.main(tmp_path, tmp_path, timeout_s=0.0, is_spare=False) == 0
-    assert requests == [{}, {"n2": "a signal ends megarl join on this node"}, {}, {}]
+    assert requests == [{}, {"n2": "megarl join received a signal on this node"}, {}, {}]

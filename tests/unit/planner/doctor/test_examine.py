@@ -12,17 +12,14 @@ import pytest
 from megarl.planner.doctor import Finding
 from megarl.planner.doctor.examine import table
 from tests.paths import ROOT
-from tests.timing import WAIT_S
-
-CPU_S = 10
-"""Maximum CPU time of the command in seconds."""
+from tests.timing import DOCTOR_CPU_S, WAIT_S
 
 
 def doctor(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
     command = [*python, "-m", "megarl.cli", "doctor", *arguments]
     before = cpu_seconds()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
-    assert cpu_seconds() - before < CPU_S
+    assert cpu_seconds() - before < DOCTOR_CPU_S
     return done
 
 
