@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megarl import report
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.groups.teachers import ScoredPrompts
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import join
 from megarl.cluster.session import Session
@@ -67,7 +66,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     data = context.data
     assert isinstance(data, PromptSet), "expected prompts, but the data contains responses"
     for teacher in workers.teachers:
-        teacher.prompts = ScoredPrompts.of(teacher.prompts.teacher, data, config)
+        teacher.prompts = teacher.prompts.among(data, config)
     logprob_check = LogprobCheck(config, workers, data)
     for attempt in workers.trained.attempts():
         with attempt:

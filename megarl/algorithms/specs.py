@@ -408,9 +408,9 @@ class PairObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationObjective(ObjectiveSpec):
-    """An objective that imitates the responses in the data. `loss` maps log_prob [N] to float32 [N]."""
+    """An objective that imitates the responses in the data. `loss` maps (log_prob [N], **arguments) to float32 [N]."""
 
-    loss: Callable[[torch.Tensor], torch.Tensor]
+    loss: Callable[..., torch.Tensor]
     rows: tuple[Rows, ...] = ("messages",)
 
     @property

@@ -167,6 +167,11 @@ class Objective(Variant):
         """The target divergence from the old policy for adapting the penalty; None if the penalty is constant."""
         return (self.model_extra or {}).get("penalty_target")
 
+    @property
+    def is_without_nll(self) -> bool:
+        """Whether supervised fine-tuning has no loss of its own, so that the actor learns from teachers alone."""
+        return self.name == "sft" and self.option("nll_coefficient") == 0
+
 
 VARIANTS: tuple[type[Variant], ...] = (Advantage, Objective)
 

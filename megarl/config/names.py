@@ -188,7 +188,10 @@ TRL = {
     "gradient_checkpointing": "actor.recompute",
     "importance_sampling_level": "algorithm.objective.name (token: clip, sequence: gspo)",
     "learning_rate": "actor.optimizer.lr",
-    "lmbda": "algorithm.distillation.on_policy_share",
+    "lmbda": (
+        "algorithm.distillation.on_policy_share (for 0: algorithm.objective.name=sft with "
+        "algorithm.objective.nll_coefficient=0)"
+    ),
     "lr_scheduler_type": "actor.optimizer.schedule.name",
     "logging_steps": "run.trackers (every step is logged)",
     "loss_type": (

@@ -133,6 +133,7 @@ class Sample(HoldsArrays):
             beginning=_prefix_checksum(self),
             drafts=self.drafts,
             patch_grids=tuple(image.grid for image in self.images),
+            largest_id=int(self.token_ids.max(initial=0)),
         )
 
     def __reduce__(self) -> tuple:
@@ -214,6 +215,7 @@ class SampleRef:
             prompt, and of their routes if the engine reports routes. Samples with equal values can share their prompt.
         drafts: as in Sample.
         patch_grids: grid of each image, as in PromptImage.
+        largest_id: largest token id of the prompt and the response; 0 for an image.
         sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself. For an
             image, only the part for training.
         pictured: reference to an image's part for rewards; None for text.
@@ -259,6 +261,7 @@ class SampleRef:
     beginning: int = 0
     drafts: DraftCounts = NO_DRAFTS
     patch_grids: tuple[tuple[int, int, int], ...] = ()
+    largest_id: int = 0
     sample: Any = None
     pictured: Any = None
     image_files: tuple[Any, ...] = ()

@@ -187,7 +187,8 @@ def configured_preference_loss(objective: Objective, tolerance: Tolerance | None
 def configured_imitation_loss(objective: Objective) -> Loss:
     spec = objective.spec
     assert isinstance(spec, ImitationObjective), f"{spec.name} is not an imitation objective"
-    return Loss(partial(losses.imitation_loss, token_loss=spec.loss), loss_metrics.imitation_metrics)
+    token_loss = partial(spec.loss, **objective.options(spec.arguments))
+    return Loss(partial(losses.imitation_loss, token_loss=token_loss), loss_metrics.imitation_metrics)
 
 
 def configured_reward_model_loss(objective: Objective) -> Loss:

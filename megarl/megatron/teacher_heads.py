@@ -15,6 +15,7 @@ from megarl.config.algorithm_schema import Distillation
 from megarl.core import device
 from megarl.megatron.model.head import LogProbHead, TeacherDivergence
 from megarl.models.folder import read_config
+from megarl.models.shape import ModelShape
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, output_rows_holder
 from megarl.resharding.planning.planner import make_plan
@@ -26,15 +27,19 @@ def prepare_divergence(
 ) -> None:
     """Configure the divergence in the actor's head. If it is exact, load the teachers' output weights from these
     folders. Each rank reads the rows for the tokens in its shard of the actor's output weight. A teacher without a
-    folder is the policy or the reference, whose output weight `copy_output_weight` copies in each step."""
+    folder is the policy or the reference, whose output weight `copy_output_weight` copies in each step. If a teacher
+    has fewer tokens than the actor, both distributions are normalized over the teacher's tokens."""
     assert distillation.divergence != "sampled", "the head does not compute a sampled divergence"
-    weights = None
+    weights, vocab_sizes = None, []
     if distillation.is_exact:
         num_rows = head.output_size_per_partition
         first = dist.get_rank(head.process_group) * num_rows
         own = partial(torch.empty, num_rows, head.input_size, dtype=dtype, device=device.device())
         weights = [own() if folder is None else _load_rows(folder, first, num_rows, dtype) for folder in folders]
-    head.teachers = TeacherDivergence(distillation.divergence, distillation.beta, weights)
+        vocab_sizes = [
+            head.vocab_size if folder is None else min(head.vocab_size, _vocab_size(folder)) for folder in folders
+        ]
+    head.teachers = TeacherDivergence(distillation.divergence, distillation.beta, weights, vocab_sizes)
 
 
 @torch.no_grad()
@@ -44,6 +49,10 @@ def copy_output_weight(model: GPTModel, number: int) -> None:
     head: Any = model.output_layer
     is_tied = model.share_embeddings_and_output_weights
     head.teachers.weights[number].copy_(model.shared_embedding_or_output_weight() if is_tied else head.weight)
+
+
+def _vocab_size(folder: Path) -> int:
+    return ModelShape.of(read_config(folder)).vocab
 
 
 def _load_rows(folder: Path, first: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -235,8 +235,20 @@ def _teachers(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> dict
             "tokenizations of a text"
         )
         _check_tokenizer(config, teacher.path_key, path, folder, actor, fix)
+        _check_vocabulary(teacher.path_key, path, folder, actor)
         folders[teacher.name] = folder
     return folders
+
+
+def _check_vocabulary(key: str, path: str, folder: Path, actor: Path) -> None:
+    """Raise a UserError if the model's embedding has fewer rows than the actor's and lacks a token of the tokenizer."""
+    size, actors_size = (completed(read_config(each))["vocab_size"] for each in (folder, actor))
+    largest = max(load_tokenizer(actor).get_vocab().values())
+    if largest >= size < actors_size:
+        raise UserError(
+            f"{key}={path}: its vocab_size={size} is smaller than the actor's vocab_size={actors_size}, and the "
+            f"tokenizer has token ids up to {largest}. Fix: use a model with an embedding for each token"
+        )
 
 
 def _draft(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:

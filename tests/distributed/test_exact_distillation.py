@@ -59,6 +59,8 @@ GROUPS = [
 SAMPLES = [sample for group in GROUPS for sample, _ in group]
 COEFFICIENT, VOCAB = 0.7, 300
 """With TP3, Megatron pads the vocabulary to 384 rows, so that each rank has tokens, and one of them also padding."""
+SHORT_VOCAB = 295
+"""Number of tokens of the teacher "short". It has those of all samples."""
 MIXED = {"idle": 2.0, "large": 1.0, "small": 0.5}
 """Teacher -> weight. No sample belongs to the idle teacher's sources."""
 SCORED_BY_SMALL = {sample.id for sample in SAMPLES if sample.prompt.id != "1"}
@@ -75,13 +77,15 @@ States = dict[str, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Students, dense and with experts, a teacher of the same size, and a larger teacher with more embedding rows."""
+    """Students, dense and with experts, teachers of the same size, one of them with fewer embedding rows, and a larger
+    teacher with more embedding rows."""
     sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96, vocab_size=VOCAB)
     larger = dict(num_heads=6, num_kv_heads=3, hidden_size=192, intermediate_size=144, num_layers=4)
     kinds = {
         "tied": sizes | {"seed": 0},
         "untied": sizes | {"seed": 0, "tied": False},
         "small": sizes | {"seed": 1},
+        "short": sizes | {"seed": 3, "vocab_size": SHORT_VOCAB},
         "large": larger | {"seed": 2, "tied": False, "vocab_size": VOCAB + 172},
     }
     folders = {name: write_tiny_llama(tmp_path_factory.mktemp(name), **keys) for name, keys in kinds.items()}
@@ -105,9 +109,11 @@ def hidden_states(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
     return model.model(torch.tensor(sample.token_ids[None]).long()).last_hidden_state[0, first - 1 : -1]
 
 
-def log_probs(model: torch.nn.Module, hidden: torch.Tensor, temperature: float = TEMPERATURE) -> torch.Tensor:
-    """Return the log-probs of the student's tokens, [R, V]."""
-    return (model.lm_head(hidden)[:, :VOCAB] / temperature).log_softmax(-1)
+def log_probs(
+    model: torch.nn.Module, hidden: torch.Tensor, temperature: float = TEMPERATURE, vocab_size: int = VOCAB
+) -> torch.Tensor:
+    """Return the log-probs over the first `vocab_size` tokens, [R, V]."""
+    return (model.lm_head(hidden)[:, :vocab_size] / temperature).log_softmax(-1)
 
 
 def teacher_states(
@@ -138,7 +144,7 @@ def over_top(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, to
     student's vocabulary lacks count as others."""
     ids = log_q.topk(TOP_K).indices
     is_known = ids < log_p.shape[1]
-    assert log_q.shape[1] == log_p.shape[1] or not is_known.all(), "the teacher has no token beyond the student's"
+    assert log_q.shape[1] <= log_p.shape[1] or not is_known.all(), "the teacher has no token beyond the student's"
 
     def classes(log_probs: torch.Tensor) -> torch.Tensor:
         columns = ids.where(is_known, 0)
@@ -150,7 +156,7 @@ def over_top(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def is_scored(teacher: str, sample: Sample, num_teachers: int) -> bool:
-    return num_teachers == 1 or teacher == "large" or (teacher == "small" and sample.id in SCORED_BY_SMALL)
+    return num_teachers == 1 or teacher in ("large", "short") or (teacher == "small" and sample.id in SCORED_BY_SMALL)
 
 
 def plain_divergence(kind: str, beta: float, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -172,14 +178,21 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Distilled(NamedTuple):
-    """The gradients of an update, and the mean divergence from each teacher over the tokens that it scores."""
+    """The loss of an update, its gradients, and the mean divergence from each teacher over the tokens that it
+    scores."""
 
+    loss: float
     gradients: dict[str, torch.Tensor]
     means: dict[str, float]
 
 
 def plain_update(
-    folders: dict[str, Path], student: str, weights: Mapping[str, float], kind: str, beta: float, top_k: int | None
+    folders: dict[str, Path],
+    student: str,
+    weights: Mapping[str, float],
+    kind: str,
+    beta: float,
+    top_k: int | None,
 ):
     """Return the expected result. The loss averages c·Σ_k w_k·D_k over the trained tokens of each sample, then over
     samples."""
@@ -190,22 +203,27 @@ def plain_update(
         losses, values = [], {name: [] for name in weights}
         for sample in SAMPLES:
             mask = torch.tensor(sample.response_mask)
-            log_p = log_probs(model, hidden_states(model, sample))
+            own = hidden_states(model, sample)
+            log_p = log_probs(model, own)
             loss = log_p.sum() * 0
             for name, teacher in teachers.items():
                 if is_scored(name, sample, len(weights)) and mask.any():
                     with torch.no_grad():
                         hidden = hidden_states(teacher, sample)
-                        exact = log_p, log_probs(teacher, hidden)
                         log_q = (teacher.lm_head(hidden) / TEMPERATURE).log_softmax(-1)
-                    distributions = exact if top_k is None else over_top(log_p, log_q)
+                    if top_k is None:
+                        size = min(VOCAB, log_q.shape[1])
+                        distributions = [log_probs(*of, vocab_size=size) for of in ((model, own), (teacher, hidden))]
+                    else:
+                        distributions = over_top(log_p, log_q)
                     divergence = plain_divergence(kind, beta, *distributions)[mask]
                     values[name] += divergence.tolist()
                     loss = loss + COEFFICIENT * weights[name] * divergence.mean()
             losses.append(loss)
-        torch.stack(losses).mean().backward()
-        gradients = gradients_of(model)
-        return Distilled(gradients, {name: sum(found) / len(found) for name, found in values.items() if found})
+        total = torch.stack(losses).mean()
+        total.backward()
+        means = {name: sum(found) / len(found) for name, found in values.items() if found}
+        return Distilled(total.item(), gradients_of(model), means)
 
     return expected(compute)
 
@@ -234,7 +252,9 @@ def assert_distills(folders, student, weights, layout, kind, beta=0.5, top_k=Non
     assert {name for name in metrics if name.startswith("kl/")} == names.keys()
     for metric, name in names.items():
         assert metrics[metric].value == close_to(exact.means[name], plain.means[name]), metric
-    assert metrics["policy/loss"].value > 0
+    loss = sum(rank.metrics["policy/loss"].value for rank in ranks if rank.metrics)
+    assert loss == close_to(exact.loss, plain.loss)
+    return metrics
 
 
 @pytest.mark.parametrize(
@@ -273,6 +293,21 @@ def test_divergence_from_one_teacher_is_the_plain_one(folders, student, layout, 
     assert_distills(folders, student, {"large": 1.0}, layout, kind)
 
 
+@pytest.mark.parametrize(
+    ("student", "weights", "layout", "kind", "top_k"),
+    [
+        ("tied", {"short": 1.0}, "TP3", "reverse_kl", None),
+        pytest.param("untied", {"large": 1.0, "short": 0.5}, "CP2", "jsd", None, marks=pytest.mark.exhaustive),
+        pytest.param("untied", {"short": 1.0}, "PP2", "forward_kl", None, marks=pytest.mark.exhaustive),
+        pytest.param("tied", {"short": 1.0}, "TP3, sequence parallel", "jsd", TOP_K, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_teacher_may_have_fewer_embedding_rows(folders, student, weights, layout, kind, top_k):
+    """An exact divergence is over the teacher's rows, and the policy's log-probs are over the actor's."""
+    metrics = assert_distills(folders, student, weights, layout, kind, top_k=top_k)
+    assert metrics["policy/ratio_mean"].value == pytest.approx(1, abs=1e-5)
+
+
 class FineTuned(NamedTuple):
     """The gradients of an update on given data, and the means over its tokens."""
 
@@ -293,8 +328,11 @@ def fine_tune(store, rank: int, config: Config, folder: Path, states: States) ->
     return RankResult(worker.holder, gradients, {}, metrics)
 
 
-def plain_fine_tuning(folders, student: str, weights: Mapping[str, float], kind: str) -> Expected[FineTuned]:
-    """Return the expected result. The loss is the mean of −log π + c·Σ_k w_k·D_k over the trained tokens."""
+def plain_fine_tuning(
+    folders, student: str, weights: Mapping[str, float], kind: str, nll_coefficient: float
+) -> Expected[FineTuned]:
+    """Return the expected result. The loss is the mean of −nll_coefficient·log π + c·Σ_k w_k·D_k over the trained
+    tokens."""
 
     def compute() -> FineTuned:
         model = load(AutoModelForCausalLM, folders[student])
@@ -304,7 +342,7 @@ def plain_fine_tuning(folders, student: str, weights: Mapping[str, float], kind:
             mask = torch.tensor(sample.response_mask)
             log_p = log_probs(model, hidden_states(model, sample), temperature=1.0)
             nll = -log_p.gather(1, torch.tensor(sample.response_ids).long()[:, None])[:, 0]
-            loss = nll
+            loss = nll_coefficient * nll
             for name, teacher in teachers.items():
                 if is_scored(name, sample, len(weights)):
                     with torch.no_grad():
@@ -323,26 +361,29 @@ def plain_fine_tuning(folders, student: str, weights: Mapping[str, float], kind:
 
 
 @pytest.mark.parametrize(
-    ("student", "weights", "layout", "kind"),
+    ("student", "weights", "layout", "kind", "nll_coefficient"),
     [
-        ("tied", {"large": 1.0}, "PP2", "jsd"),
+        ("tied", {"large": 1.0}, "PP2", "jsd", 1.0),
+        ("tied", {"large": 1.0}, "1 process", "forward_kl", 0.0),
         pytest.param(
-            "untied", {"large": 1.0, "small": 0.5}, "TP3, sequence parallel", "forward_kl", marks=pytest.mark.exhaustive
+            *("untied", {"large": 1.0, "small": 0.5}, "TP3, sequence parallel", "forward_kl", 0.5),
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )
-def test_fine_tuning_adds_the_divergence_to_its_loss(folders, student, weights, layout, kind):
+def test_fine_tuning_adds_the_divergence_to_its_loss(folders, student, weights, layout, kind, nll_coefficient):
     models = ", ".join(f"{{name: {name}, path: {folders[name]}, weight: {w}}}" for name, w in weights.items())
     config = config_of(
         folders[student],
         *(f"teachers.models=[{models}]", "data={source: rows.jsonl, format: messages}", "rollout.temperature=1.0"),
         f"algorithm.distillation={{divergence: {kind}, placement: loss, coefficient: {COEFFICIENT}}}",
-        *("algorithm.objective={name: sft, aggregation: token_mean}", f"actor.layout={LAYOUTS[layout]}"),
+        f"algorithm.objective={{name: sft, aggregation: token_mean, nll_coefficient: {nll_coefficient}}}",
+        f"actor.layout={LAYOUTS[layout]}",
     )
     exact_states, _ = teacher_states(folders, weights)
     states = {name: {i: x.float() for i, x in found.items()} for name, found in exact_states.items()}
     ranks = run_ranks(config.actor.layout.world_size, fine_tune, config, folders[student], states)
-    exact, plain = plain_fine_tuning(folders, student, weights, kind)
+    exact, plain = plain_fine_tuning(folders, student, weights, kind, nll_coefficient)
     assert_close(canonical(folders[student], ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
     reported = [rank.metrics for rank in ranks if rank.metrics]
     assert sum(metrics["policy/loss"].value for metrics in reported) == close_to(exact.loss, plain.loss)
@@ -412,9 +453,10 @@ def plain_update_from_itself(folder: Path, kind: str) -> Expected[Distilled]:
                     values[name] += divergence.tolist()
                     loss = loss + COEFFICIENT * SELF_WEIGHTS[name] * divergence.mean()
             losses.append(loss)
-        torch.stack(losses).mean().backward()
-        gradients = gradients_of(model)
-        return Distilled(gradients, {name: sum(found) / len(found) for name, found in values.items()})
+        total = torch.stack(losses).mean()
+        total.backward()
+        means = {name: sum(found) / len(found) for name, found in values.items()}
+        return Distilled(total.item(), gradients_of(model), means)
 
     return expected(compute)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.e2e.run import read_trace
 from tests.e2e.test_train import metrics_of, train_in
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 
@@ -127,8 +128,44 @@ def test_exact_divergence_is_a_loss_of_the_run(series, model, teachers, tmp_path
     assert steps[0]["kl/teacher_large"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
 
 
+def over_top(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs of the tokens `ids` [R, k] and of all others together, [R, k + 1]."""
+    rest = log_probs.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat((log_probs.gather(1, ids), rest), -1)
+
+
 @pytest.mark.exhaustive
-def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers, tmp_path):
+def test_top_tokens_of_two_engines_are_a_loss_of_the_run(series, model, teachers, tmp_path):
+    """The first step's metric equals the reverse KL of transformers' distributions over the teacher's most probable
+    tokens and the rest, averaged over all tokens. Both engines of the teacher score samples."""
+    entry = f"{{name: large, path: {teachers['large']}, engine: vllm, layout: {{dp: 2}}}}"
+    run = train_in(
+        series,
+        tmp_path,
+        model,
+        *("run.steps=2", f"teachers.models=[{entry}]", "rewards.functions=[]", "batch.samples_per_prompt=2"),
+        "teachers={tokens_per_microbatch: 256, threads: 1, kv_cache_gib: 0.05}",
+        "algorithm={advantage: {estimator: policy_gradient}, distillation: {divergence: reverse_kl, placement: loss}}",
+        "algorithm.distillation.top_k=5",
+    )
+    steps = metrics_of(run)
+    assert all(step["policy/grad_norm"] > 0 and step["teachers/seconds"] > 0 for step in steps)
+    scoring = {span.process for span in read_trace(run / "logs/attempt_1") if span.task == "score"}
+    assert scoring >= {"teacher-large-0", "teacher-large-1"}
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, teachers["large"]))
+    rows = [json.loads(line) for line in (run / "rollouts/step_000001.jsonl").read_text().splitlines()]
+    kls = []
+    for row in rows:
+        p, q = (distributions(each, row) for each in (student, teacher))
+        ids = q.topk(5).indices
+        p, q = over_top(p, ids), over_top(q, ids)
+        kls.append((p.exp() * (p - q)).sum(-1))
+    assert steps[0]["kl/teacher_large"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("nll_coefficient", [1, 0])
+def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers, tmp_path, nll_coefficient):
     """The teacher and the trained model share devices. There are no engines."""
     turns = [
         [{"role": "user", "content": f"{i} + {i} ="}, {"role": "assistant", "content": str(2 * i)}] for i in range(8)
@@ -142,14 +179,15 @@ def test_fine_tuning_adds_the_divergence_from_a_teacher(series, model, teachers,
         *("run.steps=8", f"data={{format: messages, source: {data}}}", "batch.samples_per_prompt=1"),
         *("rewards.functions=[]", f"teachers.models=[{{name: large, path: {teachers['large']}}}]"),
         *("teachers={layout: {tp: 2}, tokens_per_microbatch: 256, threads: 1, offload: [parameters]}",),
-        "algorithm.objective={name: sft, aggregation: token_mean}",
+        f"algorithm.objective={{name: sft, aggregation: token_mean, nll_coefficient: {nll_coefficient}}}",
         "algorithm.distillation={divergence: jsd, placement: loss}",
         "algorithm.distillation={coefficient: 0.0, final_coefficient: 10.0, anneal_steps: 1}",
     )
     unscored, first, *_, last = metrics_of(run)
     assert unscored["distillation/coefficient"] == 0 and not {"kl/teacher_large", "teachers/seconds"} & unscored.keys()
     assert 0 < last["kl/teacher_large"] < 0.9 * first["kl/teacher_large"] and first["teachers/seconds"] > 0
-    assert first["policy/loss"] == pytest.approx(first["policy/nll"] + 10 * first["kl/teacher_large"], rel=1e-4)
+    loss = nll_coefficient * first["policy/nll"] + 10 * first["kl/teacher_large"]
+    assert first["policy/loss"] == pytest.approx(loss, rel=1e-4)
 
 
 def test_self_distillation_trains_on_given_responses(series, model, tmp_path):

@@ -26,6 +26,8 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.sample import SampleRef, prompt_checksum
 from megarl.data.packing import Packing
+from megarl.models.families import completed
+from megarl.models.folder import read_config
 
 if TYPE_CHECKING:
     from megarl.data.prompts import PromptSet
@@ -42,6 +44,7 @@ class ScoredPrompts:
             the prompt itself, or the feedback on each sample.
         checksums: prompt id -> checksum of the prompt's own token ids; None without a prompt column.
         context_length: maximum number of tokens in a sample whose prompt is replaced; 0 before the data is known.
+        vocab_size: number of rows in the teacher's embedding; None for the actor's own.
     """
 
     teacher: Teacher
@@ -49,36 +52,40 @@ class ScoredPrompts:
     privileged: Mapping[str, NDArray[np.int32]] | None = None
     checksums: Mapping[str, int] | None = None
     context_length: int = 0
+    vocab_size: int | None = None
 
-    @classmethod
-    def of(cls, teacher: Teacher, data: PromptSet, config: Config) -> ScoredPrompts:
-        """Return the prompts that the teacher scores: rows from its sources. With a prompt column, omit rows without a
-        value in it."""
+    def among(self, data: PromptSet, config: Config) -> ScoredPrompts:
+        """Return the same teacher's prompts in this data: rows from its sources. With a prompt column, omit rows
+        without a value in it."""
+        teacher = self.teacher
         source_column, names, prompts = config.data.source_column, None, data.prompts
         if teacher.sources is not None and source_column is not None:
             prompts = [prompt for prompt in prompts if teacher.applies_to(prompt.columns[source_column])]
             names = frozenset(prompt.id for prompt in prompts)
+        known = replace(self, names=names, context_length=config.rollout.context_length)
         if teacher.prompt_column is None:
-            return cls(teacher, names, context_length=config.rollout.context_length)
+            return known
         privileged = data.privileged[teacher.prompt_column]
         prompts = [prompt for prompt in prompts if prompt.id in privileged]
-        return cls(
-            teacher,
-            frozenset(prompt.id for prompt in prompts),
-            privileged,
-            {prompt.id: prompt_checksum(prompt.token_ids) for prompt in prompts},
-            config.rollout.context_length,
+        return replace(
+            known,
+            names=frozenset(prompt.id for prompt in prompts),
+            privileged=privileged,
+            checksums={prompt.id: prompt_checksum(prompt.token_ids) for prompt in prompts},
         )
 
     def select_samples(
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> tuple[list[SampleRef], dict[str, Replacement]]:
         """Return the samples that the teacher scores, and the token ids that replace their prompts, by sample id; empty
-        if the teacher sees the samples' own prompts. Omit samples that would exceed rollout.context_length with the
-        privileged prompt. If the teacher sees feedback, also omit samples without feedback. If it has a prompt column,
-        omit samples that do not start with the row's prompt, and raise a UserError if the first sample of a rollout
-        does not start with it. `feedback`: references to prompts with feedback, int32 [P], by teacher and sample id."""
+        if the teacher sees the samples' own prompts. Omit samples with a token for which the teacher has no embedding,
+        and samples that would exceed rollout.context_length with the privileged prompt. If the teacher sees feedback,
+        also omit samples without feedback. If it has a prompt column, omit samples that do not start with the row's
+        prompt, and raise a UserError if the first sample of a rollout does not start with it. `feedback`: references to
+        prompts with feedback, int32 [P], by teacher and sample id."""
         own = [sample for sample in samples if self.names is None or sample.prompt_id in self.names]
+        # The policy may sample a padding row of its vocabulary, which no tokenizer maps to a token.
+        own = [sample for sample in own if self.vocab_size is None or sample.largest_id < self.vocab_size]
         privileged: dict[str, Replacement] = {}
         if self.teacher.feedback is not None:
             given = feedback.get(self.teacher.name, {})
@@ -130,7 +137,7 @@ class TeacherGroup(RankGroup):
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
         super().__init__(session, _config_of(config, teacher), "teachers", folder, processes)
         self.role, self.scores = f"teacher {teacher.name}", teacher.scores
-        self.prompts = ScoredPrompts(teacher)
+        self.prompts = ScoredPrompts(teacher, vocab_size=_vocab_size(folder))
 
     @remote(timeout="passes", join=join_by_sample)
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
@@ -178,7 +185,7 @@ class TeacherEngineGroup(ScoringEngineGroup):
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
         self.role, self.scores = f"{teacher.name} teacher", teacher.scores
         super().__init__(session, _config_of(config, teacher), folder, processes, "teachers")
-        self.prompts = ScoredPrompts(teacher)
+        self.prompts = ScoredPrompts(teacher, vocab_size=_vocab_size(folder))
 
     def score_tokens(
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
@@ -196,6 +203,10 @@ class TeacherEngineGroup(ScoringEngineGroup):
 def _config_of(config: Config, teacher: Teacher) -> Config:
     """Return the config for the teacher's processes, which read its layout from section `teachers`."""
     return config.model_copy(update={"teachers": config.teachers.for_ranks_of(teacher)})
+
+
+def _vocab_size(folder: Path) -> int:
+    return completed(read_config(folder))["vocab_size"]
 
 
 PlacedTeacher = TeacherGroup | TeacherEngineGroup

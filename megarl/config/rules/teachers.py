@@ -34,15 +34,32 @@ def distillation_alone_needs_no_rounds(config: Config) -> Iterator[str]:
 def distillation_alone_does_not_end(config: Config) -> Iterator[str]:
     distillation, steps = config.algorithm.distillation, config.run.steps
     last = distillation.anneal_steps
-    is_alone = config.has_teachers and not config.has_rewards and not config.is_offline
-    if not is_alone or last is None or distillation.final_coefficient > 0:
+    without, remedy = "rewards.functions=[]", "add a reward"
+    is_alone = not config.has_rewards
+    if config.is_offline:
+        without, remedy = "algorithm.objective.nll_coefficient=0", "set algorithm.objective.nll_coefficient=1"
+        is_alone = config.algorithm.objective.is_without_nll
+    if not is_alone or not config.has_teachers or last is None or distillation.final_coefficient > 0:
         return
     if last < steps:
         yield (
-            f"algorithm.distillation.anneal_steps={last}: with rewards.functions=[] and final_coefficient=0, the actor "
-            f"would learn nothing in the steps after {last} of run.steps={steps}. Fix: set "
-            f"algorithm.distillation.anneal_steps={steps}, set algorithm.distillation.final_coefficient=0.1, or add a "
-            "reward"
+            f"algorithm.distillation.anneal_steps={last}: with {without} and final_coefficient=0, the actor would "
+            f"learn nothing in the steps after {last} of run.steps={steps}. Fix: set "
+            f"algorithm.distillation.anneal_steps={steps}, set algorithm.distillation.final_coefficient=0.1, or "
+            f"{remedy}"
+        )
+
+
+def fine_tuning_without_nll_needs_teachers(config: Config) -> Iterator[str]:
+    if config.algorithm.objective.is_without_nll and not config.has_teachers:
+        problem, remedy = "teachers.models=[]", "add a teacher to teachers.models"
+        if config.teachers.models:
+            coefficient = config.algorithm.distillation.coefficient
+            problem = f"algorithm.distillation.coefficient={coefficient:g}"
+            remedy = "set algorithm.distillation.coefficient=1"
+        yield (
+            f"algorithm.objective.nll_coefficient=0: the loss would be 0, because {problem}. Fix: {remedy}, or set "
+            "algorithm.objective.nll_coefficient=1"
         )
 
 
@@ -299,6 +316,7 @@ RULES = (
     teachers_in_vllm_return_log_probs,
     distillation_alone_needs_no_rounds,
     distillation_alone_does_not_end,
+    fine_tuning_without_nll_needs_teachers,
     teacher_sources_require_source_column,
     given_responses_need_a_column,
     given_responses_need_distributions,

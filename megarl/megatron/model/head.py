@@ -74,11 +74,13 @@ class TeacherDivergence:
         kind, beta: as in ops.divergence.
         weights: each teacher's output weight for this rank's shard of the vocabulary, [V/tp, h']; None: the divergence
             is over the teachers' most probable tokens and the rest.
+        vocab_sizes: number of tokens over which both distributions of each exact divergence are normalized.
     """
 
     kind: DivergenceKind
     beta: float
     weights: Sequence[torch.Tensor] | None = None
+    vocab_sizes: Sequence[int] = ()
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -144,7 +146,8 @@ class LogProbHead(ColumnParallelLinear):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return log-prob and entropy, float32 [N, 2], and the divergence from each teacher, float32 [N, 1]."""
         targets = request.targets
-        if len(request.scored_rows) == 1 and len(request.scored_rows[0].rows) == len(targets) > 0:
+        covers_rows = len(request.scored_rows) == 1 and len(request.scored_rows[0].rows) == len(targets) > 0
+        if covers_rows and self._vocab_size_with(0) == self.vocab_size:
             # There are no candidate tokens: the config rejects them with a divergence between distributions.
             scored = self._divergence(hidden, weight, 0, request.scored_rows[0].states, targets)
             return scored[:, :2], [scored[:, 2:]]
@@ -190,7 +193,7 @@ class LogProbHead(ColumnParallelLinear):
         options = (
             self.teachers.kind,
             self.temperature,
-            self.vocab_size,
+            self._vocab_size_with(number),
             self.teachers.beta,
             self.process_group,
             self._bias_of(weight),
@@ -201,6 +204,11 @@ class LogProbHead(ColumnParallelLinear):
             return top_divergence(hidden, weight, TopTokens.unpacked(states), *options)
         teacher = OutputLayer(states, self.teachers.weights[number], logits_dtype=self.logits_dtype)
         return divergence(hidden, weight, teacher, *options)
+
+    def _vocab_size_with(self, number: int) -> int:
+        """Return the number of tokens over which the divergence from the teacher with this number is computed."""
+        sizes = () if self.teachers is None else self.teachers.vocab_sizes
+        return sizes[number] if sizes else self.vocab_size
 
     @property
     def process_group(self) -> dist.ProcessGroup:

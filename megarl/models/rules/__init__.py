@@ -165,7 +165,8 @@ def _check_language_model(
             f"{path_of(config, placed)}: its architecture is {', '.join(model['architectures'])}, but {purpose} a "
             "language model. Fix: use a ...ForCausalLM model"
         )
-    covered = vocabulary_covers_actors(config, placed, hf_config, model)
+    # Samples with tokens beyond a teacher's vocabulary are not sent to it.
+    covered = () if isinstance(placed, Teachers) else vocabulary_covers_actors(config, placed, hf_config, model)
     if isinstance(placed, Teachers) and placed.engine == "vllm":
         violations = _broken_by_engine(f"{layout_key(placed)}.tp", placed.layout.tp, path_of(config, placed), model)
         violations += teacher_engine_has_a_position_left(config, placed, model)

@@ -73,8 +73,9 @@ def test_another_tokenizer_is_refused_by_its_first_id(actor, teacher, kind):
 def test_classifiers_and_small_vocabularies_are_refused(actor, teacher, tmp_path):
     small = write_tiny_llama(tmp_path / "small", vocab_size=112)
     tiny_tokenizer().save_pretrained(small)
-    assert "its vocab_size=112 is smaller than the actor's vocab_size=128" in refused(
-        actor, f"{{name: math, path: {small}}}"
+    assert (
+        "its vocab_size=112 is smaller than the actor's vocab_size=128, and the tokenizer has token ids up to 127"
+        in (refused(actor, f"{{name: math, path: {small}}}"))
     )
     config = json.loads((teacher / "config.json").read_text())
     config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
@@ -82,6 +83,16 @@ def test_classifiers_and_small_vocabularies_are_refused(actor, teacher, tmp_path
     message = refused(actor, f"{{name: math, path: {teacher}}}")
     assert message.startswith(f"teachers.models: math: path={teacher}: its architecture is LlamaForSequence")
     assert "the divergence from a teacher requires a language model" in message
+
+
+@pytest.mark.parametrize("engine", ["megatron", "vllm"])
+def test_teacher_may_have_fewer_rows_than_the_actor(actor, tmp_path, engine):
+    """Both models have an embedding for each of the tokenizer's 112 tokens."""
+    padded, teacher = write_tiny_llama(tmp_path / "actor"), write_tiny_llama(tmp_path / "teacher", vocab_size=112)
+    for folder in (padded, teacher):
+        tiny_tokenizer(112).save_pretrained(folder)
+    found = find(padded, f"{{name: math, path: {teacher}, engine: {engine}}}")
+    assert found.teacher_configs["math"]["vocab_size"] == 112
 
 
 def test_layout_must_fit_the_teacher(actor, teacher):

@@ -45,7 +45,7 @@ SAMPLES = [sample(prompt, k) for prompt in SOURCES for k in range(2)]
 def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompts) -> None:
     group = object.__new__(TeacherGroup)
     teacher = Teacher(name="t", path="x", sources=sources)
-    group.prompts = ScoredPrompts.of(teacher, PromptSet(ROWS, "hash"), load(BASE, KEYS))
+    group.prompts = ScoredPrompts(teacher).among(PromptSet(ROWS, "hash"), load(BASE, KEYS))
     group.packing, group._data_parallel_ranks = packing(num_ranks=2), [0, 0, 1, 1]
     calls: list[list[str]] = []
 
@@ -65,7 +65,7 @@ def test_samples_of_the_teachers_sources_are_scored(monkeypatch, sources, prompt
 def test_teacher_in_vllm_receives_privileged_prompts(monkeypatch) -> None:
     group = object.__new__(TeacherEngineGroup)
     hinted = Teacher(name="t", path="x", engine="vllm", prompt_column="hint")
-    group.prompts = ScoredPrompts.of(hinted, DATA, load(BASE, KEYS))
+    group.prompts = ScoredPrompts(hinted).among(DATA, load(BASE, KEYS))
     call = SimpleNamespace(method="score", on=lambda *arguments: arguments)
     monkeypatch.setattr(TeacherEngineGroup, "_score", call)
     monkeypatch.setattr(group, "_route_samples", lambda phase, samples, method, start: start("engine", samples))
@@ -94,7 +94,7 @@ class Actor:
 def test_self_teacher_scores_rows_with_privileged_prompts() -> None:
     actor = Actor()
     teacher = SelfTeacher(Teacher(name="t", prompt_column="hint", sources=["math", "code"]), actor)
-    teacher.prompts = ScoredPrompts.of(teacher.prompts.teacher, DATA, load(BASE, KEYS))
+    teacher.prompts = teacher.prompts.among(DATA, load(BASE, KEYS))
     assert teacher.score_tokens(SAMPLES).result().keys() == {"p0.0", "p0.1", "p2.0", "p2.1"}
     [(name, batches)] = actor.calls
     assert name == "t"
@@ -120,7 +120,7 @@ def test_later_samples_of_a_rollout_are_skipped() -> None:
     row = ROWS[0]
     first, second = played(row, 0, (7, 0)), played(row, 1, (7, 0, 5, 5))
     assert first.beginning != second.beginning
-    scored = ScoredPrompts.of(Teacher(name="t", prompt_column="hint"), DATA, load(BASE, KEYS))
+    scored = ScoredPrompts(Teacher(name="t", prompt_column="hint")).among(DATA, load(BASE, KEYS))
     [batch] = scored.batches([first, second], packing())
     assert [item.id for item in batch.samples] == ["p0.0"]
     assert scored.batches([played(row, 0, (7, 0), 54)], packing()) != []
@@ -128,6 +128,20 @@ def test_later_samples_of_a_rollout_are_skipped() -> None:
     message = "teachers.models: t with prompt_column=hint: the environment started a rollout of p0 with a prompt"
     with pytest.raises(UserError, match=re.escape(message)):
         scored.batches([played(row, 0, (7, 1))], packing())
+
+
+@pytest.mark.parametrize("keys", [{}, {"prompt_column": "hint"}])
+def test_samples_with_tokens_beyond_the_embedding_are_skipped(keys) -> None:
+    """The largest ids are 7 in the first and last rows, and 9 and 8 in the second row's prompt and response."""
+    scored = ScoredPrompts(Teacher(name="t", path="x", **keys), vocab_size=8).among(DATA, load(BASE, KEYS))
+    row, runs = ROWS[0], (VersionRun(0, 1),)
+    ids = {"a": ((1, 7), 2), "b": ((1, 9), 2), "c": ((1, 2), 8), "d": ((1, 2), 7)}
+    samples = [
+        Sample(name, replace(row, token_ids=prompt), (token,), (-1.0,), (True,), runs, "stop", "")
+        for name, (prompt, token) in ids.items()
+    ]
+    [batch] = scored.batches([SampleRef.of(sample) for sample in samples], packing())
+    assert [item.id for item in batch.samples] == ["a", "d"]
 
 
 def test_privileged_prompts_replace_prompts_and_routes(monkeypatch) -> None:
@@ -154,7 +168,7 @@ def test_feedback_belongs_to_a_single_sample(monkeypatch) -> None:
     store = torch.tensor([token for ids in prompts.values() for token in ids], dtype=torch.int32)
     bounds = {"p0.0": (0, 20), "p0.1": (20, 40), "p1.0": (40, 102)}
     feedback = {"t": {name: ScoreRef("stored", *bound) for name, bound in bounds.items()}, "other": {}}
-    told = ScoredPrompts.of(Teacher(name="t", feedback=["check"]), DATA, load(BASE, KEYS))
+    told = ScoredPrompts(Teacher(name="t", feedback=["check"])).among(DATA, load(BASE, KEYS))
     [batch] = told.batches(SAMPLES, packing(), feedback)
     lengths = {item.id: item.num_prompt_tokens for item in batch.samples}
     assert lengths == {"p0.0": 20, "p0.1": 20} and len({item.beginning for item in batch.samples}) == 2

@@ -63,8 +63,8 @@ def test_rollout_keys_do_not_affect_offline_objectives():
         (
             "sft",
             ["algorithm.objective.beta=0.1"],
-            "algorithm.objective.beta: unknown key; algorithm.objective.name=sft has no options; beta is an option "
-            "of dpo",
+            "algorithm.objective.beta: unknown key; algorithm.objective.name=sft has nll_coefficient; beta is "
+            "an option of dpo",
         ),
         (
             "reward_model",

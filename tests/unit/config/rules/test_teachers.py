@@ -55,6 +55,12 @@ def test_exact_divergences_work_with_fine_tuning() -> None:
     assert line.startswith(f"{SHOWN}data.format=prompts (or, with algorithm.objective.name=sft")
 
 
+def test_fine_tuning_may_learn_from_teachers_alone() -> None:
+    config = recipe(TEACHERS, *OFFLINE, "algorithm.objective.nll_coefficient=0")
+    assert config.algorithm.objective.is_without_nll and "rollout" not in config.num_ranks
+    assert not recipe(TEACHERS, *OFFLINE).algorithm.objective.is_without_nll
+
+
 def test_actor_reads_teachers_from_their_folders() -> None:
     models = "{name: math, path: large}, {name: hinted, prompt_column: hint}, {name: code, path: larger, weight: 0.5}"
     folders = {"math": Path("/models/a"), "code": Path("/models/b")}
@@ -307,6 +313,18 @@ def test_null_removes_the_teachers() -> None:
         (
             [TEACHERS, *OFFLINE, "algorithm.distillation.on_policy_share=0.5"],
             "algorithm.distillation.on_policy_share=0.5: with data.format=messages, no responses are sampled. Fix:",
+        ),
+        (
+            [*OFFLINE[:2], "algorithm.objective.nll_coefficient=0"],
+            "algorithm.objective.nll_coefficient=0: the loss would be 0, because teachers.models=[]. Fix: add a teac",
+        ),
+        (
+            [TEACHERS, *OFFLINE, "algorithm.objective.nll_coefficient=0", "algorithm.distillation.coefficient=0"],
+            "algorithm.objective.nll_coefficient=0: the loss would be 0, because algorithm.distillation.coefficient=0.",
+        ),
+        (
+            [TEACHERS, *OFFLINE, "algorithm.objective.nll_coefficient=0", "algorithm.distillation.anneal_steps=9"],
+            "algorithm.distillation.anneal_steps=9: with algorithm.objective.nll_coefficient=0 and final_coefficient=0",
         ),
         (
             [ROWS, RESPONSES],
