@@ -1,10 +1,10 @@
 """Tolerances for comparing float32 or bfloat16 results with an independent reference on any processor.
 
 The reference runs twice: in float64, which our result is compared with, and in our dtype, where its error against
-float64 measures the rounding of this case on this processor. The tolerance is a small multiple of that error. In
-float32, it is clamped to [1e-5, 1e-4] of a tensor's largest value: 1e-5 is the guarantee across layouts, and a case in
-which float32 loses more than 1e-4 is too ill-conditioned to show an error in the code. Rounding is largest in gradients
-that nearly cancel, such as those of adapter factors, and in weights with near-zero gradients, which Adam normalizes.
+float64 measures the rounding of this case on this processor. The tolerance is a small multiple of that error, clamped
+to [1e-5, 1e-4] of a tensor's largest value in float32: 1e-5 is the guarantee across layouts, and a case with a larger
+error than 1e-4 is too ill-conditioned to reveal mistakes. Rounding is largest in gradients that nearly cancel, such as
+those of adapter factors, and in weights with near-zero gradients, which Adam normalizes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from megarl.run.diagnosis.plain import load_plain
 
 TOLERANCE = 1e-5
+TOLERANCES = {torch.float64: 1e-12, torch.float32: TOLERANCE, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
+"""Smallest relative tolerance of results in each dtype. The largest is ten times as large."""
 LOSS_FLOOR = 1e-6
 """Minimum absolute tolerance of a loss, whose terms are about 1 and may cancel: eight times the float32 epsilon."""
 FACTOR = 8
@@ -32,17 +34,18 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Expected(NamedTuple, Generic[T]):
-    """A reference's result in float64 and in float32."""
+    """A reference's result in float64 and in our dtype."""
 
     exact: T
     plain: T
 
 
-def expected(compute: Callable[[], T]) -> Expected[T]:
-    """Call `compute` in float64 and in float32. `compute` must not draw random numbers."""
+def expected(compute: Callable[[], T], dtype: torch.dtype = torch.float32) -> Expected[T]:
+    """Call `compute` in float64 and in `dtype`. `compute` must not draw random numbers."""
     with float64():
         exact = compute()
-    return Expected(exact, compute())
+    with default_dtype(dtype):
+        return Expected(exact, compute())
 
 
 @contextmanager
@@ -97,13 +100,12 @@ def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
 def limit(exact: Tensors, plain: Tensors) -> float:
     """Return the largest relative error that rounding can explain, derived from the tensor with the largest error."""
     rounding = FACTOR * max(relative_error(plain[name], exact[name]) for name in exact)
-    if any(tensor.dtype is torch.bfloat16 for tensor in plain.values()):
-        return max(torch.finfo(torch.bfloat16).eps, rounding)
-    return min(max(TOLERANCE, rounding), 10 * TOLERANCE)
+    smallest = max(TOLERANCES[plain[name].dtype] for name in exact)
+    return min(max(smallest, rounding), 10 * smallest)
 
 
 def assert_close(actual: Tensors, exact: Tensors, plain: Tensors, what: str) -> None:
-    """Compare tensors by name with the reference in float64 and float32."""
+    """Compare tensors by name with the reference in float64 and in our dtype."""
     missing = exact.keys() - actual.keys() - {"lm_head.weight"}
     assert not missing, missing
     # Compare common names: a router's bias has no gradient, and a tied head is the embedding.

@@ -28,7 +28,7 @@ def check(activation, plain, gate_and_up: torch.Tensor) -> None:
     assert_matches(results(activation, gate_and_up.dtype), lambda: results(plain, torch.get_default_dtype()), "SwiGLU")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 2), (7, 1, 34), (0, 8)])
 def test_matches_plain_swiglu(dtype, shape):
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def test_saves_only_its_input(activation):
     assert [tensor.data_ptr() for tensor in saved] == [gate_and_up.data_ptr()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 2), (7, 1, 34), (0, 8)])
 def test_clamped_swiglu_matches_transformers(dtype, shape):
     """About a sixth of the channels exceed the limits, and some are exactly at a limit."""
