@@ -61,10 +61,10 @@ def write_tiny_image_model(folder: Path, name: str = "Z-Image", has_t5: bool = T
 
 
 def load_pipeline(folder: Path) -> Any:
-    """Return diffusers' own pipeline for the folder."""
+    """Return diffusers' own pipeline for the folder, in the default dtype."""
     parts = json.loads((folder / "model_index.json").read_text())
     absent = {name: None for name, entry in parts.items() if entry == [None, None]}
-    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, **absent)
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.get_default_dtype(), **absent)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
