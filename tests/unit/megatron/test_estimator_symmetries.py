@@ -79,7 +79,11 @@ def update() -> Update:
             mask = [False] * len(mask) if (i, k) == (2, 1) else [*mask, True]
             group.append((sample_of(f"{i}.{k}", prompt, mask), source.uniform(-1, 2)))
         groups.append(group)
-    values = {s.id: torch.randn(len(s.response_ids), generator=generator) for group in groups for s, _ in group}
+    values = {
+        s.id: torch.randn(len(s.response_ids), generator=generator, dtype=torch.float64)
+        for group in groups
+        for s, _ in group
+    }
     return Update(groups, {"0": 0.3, "1": -0.2, "2": 1.0}, 0.4, values)
 
 
@@ -101,9 +105,9 @@ def advantages(name: str, update: Update, *more: str, budget: int = 4096) -> dic
     packed = packing(token_budget=budget)
     [batch] = rank_batches(settings, packed, update.groups, "actor", scores, update.greedy, update.average)
     members = local_batch(batch).members
-    batches = [collate(m, packed, **{n: {x.sample.id: x.scores[n] for x in m} for n in scores}) for m in members]
     by_sample = {}
     with float64():
+        batches = [collate(m, packed, **{n: {x.sample.id: x.scores[n] for x in m} for n in scores}) for m in members]
         batches = with_advantages(settings.algorithm, batches)
     for microbatch, items in zip(batches, members, strict=True):
         parts = microbatch.advantage.split([len(item.sample.response_ids) for item in items])
