@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -67,6 +68,13 @@ def load_pipeline(folder: Path) -> Any:
     pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.get_default_dtype(), **absent)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def draw(pipeline: Any, **options: Any) -> Any:
+    """Return the images of a pipeline of diffusers. It asserts that Z-Image's latents are float32, even in float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.get_default_dtype())
+        return pipeline(**options).images
 
 
 def _qwen(channels: int) -> Qwen3Model:

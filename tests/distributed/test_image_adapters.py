@@ -27,7 +27,7 @@ from tests.closeness import assert_close, assert_matches, expected, relative_err
 from tests.distributed.test_image_updates import ALPHA, FLOW_GRPO, RANK, config_of, own_batches
 from tests.forked import run_ranks
 from tests.tiny_denoiser import write_denoiser_adapters
-from tests.tiny_image_model import load_pipeline, write_tiny_image_model
+from tests.tiny_image_model import draw, load_pipeline, write_tiny_image_model
 
 LORA = f"rank: {RANK}, alpha: {ALPHA}"
 
@@ -78,7 +78,7 @@ def images(pipeline) -> torch.Tensor:
     """Return the pixels of two images from fixed noise, in [0, 1]."""
     keys = dict(height=16, width=24, num_inference_steps=4, guidance_scale=2.0, max_sequence_length=96)
     noise = NOISE.to(torch.get_default_dtype())
-    return pipeline(["two cats", "a dog"], **keys, latents=noise, output_type="pt").images
+    return draw(pipeline, prompt=["two cats", "a dog"], **keys, latents=noise, output_type="pt")
 
 
 def test_pipeline_with_adapters_draws_the_merged_models_images(runs):

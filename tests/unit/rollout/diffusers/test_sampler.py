@@ -17,12 +17,13 @@ from megarl.algorithms.transition import mean, sigma_schedule, transition
 from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.prompt import Prompt
 from megarl.data.noise import standard_normal
+from megarl.rollout.diffusers import sampler
 from megarl.rollout.diffusers.engine import DiffusersEngine
 from megarl.rollout.diffusers.request import Denoising, ImageRequest
 from megarl.rollout.diffusers.sampler import Trajectory, advance
 from tests.closeness import LOSS_FLOOR, assert_close, assert_matches, close_to, expected
 from tests.tiny_denoiser import MODELS
-from tests.tiny_image_model import SHIFT, load_pipeline
+from tests.tiny_image_model import SHIFT, draw, load_pipeline
 
 ODE = Denoising(height=16, width=24, num_steps=5, shift=SHIFT)
 WINDOW = replace(ODE, guidance=2.5, sde_steps=range(1, 3))
@@ -58,7 +59,7 @@ def test_ode_samples_match_diffusers_pipeline(folder, engine, pipeline, name, gu
     def drawn(pipeline: Any, request: ImageRequest, output_type: str) -> Any:
         start = standard_normal(request.seed, request.sample_id, "start", (1, 4, 8, 12)).to(torch.get_default_dtype())
         common = dict(prompt=request.prompt.text, height=16, width=24, num_inference_steps=5, **options)
-        [image] = pipeline(**common, latents=start, output_type=output_type).images
+        [image] = draw(pipeline, **common, latents=start, output_type=output_type)
         return image
 
     def plain() -> dict[str, torch.Tensor]:
@@ -82,7 +83,9 @@ def one_by_one(folder: Path, requests: Sequence[ImageRequest]) -> dict[str, torc
     """Return the results of an engine that computes one sample at a time in the default dtype."""
     engine = DiffusersEngine(folder, f"{torch.get_default_dtype()}".removeprefix("torch."), 1, loads_weights=True)
     engine.hold(0)
-    return results([sample for request in requests for sample in generate(engine, [request])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "standard_normal", lambda *args: standard_normal(*args).to(torch.get_default_dtype()))
+        return results([sample for request in requests for sample in generate(engine, [request])])
 
 
 def test_samples_do_not_depend_on_the_batch(folder, engine):
