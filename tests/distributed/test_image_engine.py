@@ -62,15 +62,15 @@ def results(
     """Return the velocities at the inputs, and the log-probs of the samples' trained steps, in the default dtype."""
     dtype = torch.get_default_dtype()
 
-    def document(latents: np.ndarray | torch.Tensor, sigma: float, caption: Conditioning[np.ndarray]) -> Document:
-        return Document(torch.as_tensor(latents, dtype=dtype), float(sigma), caption.map(torch.tensor).to(dtype))
+    def document(latents: np.ndarray, sigma: float, caption: Conditioning[np.ndarray]) -> Document:
+        return Document(torch.tensor(latents, dtype=dtype), sigma, caption.map(torch.tensor).to(dtype))
 
     predicted = velocities([document(item.latents, item.sigma, item.caption) for item in inputs])
     found = {f"velocity {number}": v for number, v in enumerate(predicted)}
     for sample in samples:
         branches, steps = (sample.embedding, sample.empty_embedding), torch.tensor(sample.steps).long()
         latents, sigmas = torch.tensor(sample.latents).to(dtype), torch.tensor(sample.sigmas)
-        pairs = zip(latents[:-1], sigmas[steps], strict=True)
+        pairs = zip(sample.latents[:-1], sample.sigmas[sample.steps], strict=True)
         predicted = velocities([document(x, sigma, branch) for x, sigma in pairs for branch in branches])
         v = guided(torch.stack(predicted[::2]), torch.stack(predicted[1::2]), denoising.guidance)
         second = sigmas[1].expand(len(steps))
