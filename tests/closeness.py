@@ -124,7 +124,7 @@ def assert_matches(actual: Tensors, compute: Callable[[], Tensors], what: str) -
         with default_dtype(dtype):
             plain = compute()
         parts = ({name: x[name] for name in exact if actual[name].dtype is dtype} for x in (actual, exact, plain))
-        assert_close(*parts, f"{what}, {dtype},")
+        assert_close(*parts, f"{what}, {dtype}")
 
 
 def close_to(exact: float, plain: float, floor: float = 0.0) -> Any:

@@ -33,7 +33,7 @@ def small_tiles():
 def check(case: DivergenceCase, kind, beta) -> dict[str, torch.Tensor]:
     """Compare values and gradients with full logits, and return them."""
     actual = tiled(case, kind, beta)
-    assert_matches(actual, partial(plain, case, kind, beta), f"{kind}, beta {beta},")
+    assert_matches(actual, partial(plain, case, kind, beta), f"{kind}, beta {beta}")
     return actual
 
 
@@ -253,7 +253,7 @@ def test_bfloat16_logits_match_a_bfloat16_product(kind, beta, rounded):
         }
 
     actual = tiled(case, kind, beta)
-    assert_matches(actual, reference, f"{kind}, beta {beta}, {rounded} rounded,")
+    assert_matches(actual, reference, f"{kind}, beta {beta}, {rounded} rounded")
     assert relative_error(plain(case, kind, beta)["divergence"], actual["divergence"]) > 1e-3
 
 

@@ -57,7 +57,7 @@ def test_equals_full_logits(num_tokens, vocab, padding, temperature, has_bias, t
     others = dict(targets=y, temperature=at, vocab_size=vocab, candidate_ids=candidate_ids)
     leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
     actual = head_results(log_prob_and_entropy(**leaves, **others), gradients, leaves)
-    assert_matches(actual, lambda: plain_head(leaves, gradients, **others), "")
+    assert_matches(actual, lambda: plain_head(leaves, gradients, **others), "head")
     assert actual["weight"][vocab:].abs().sum() == 0
 
 
@@ -148,7 +148,7 @@ def test_bfloat16_is_accurate_within_its_precision(num_tokens, hidden, vocab, pa
     assert scored.dtype == torch.float32
     of_weight = leaves["weight"].main_grad.bfloat16()
     actual = {"outputs": scored.detach(), "hidden": leaves["hidden"].grad, "weight": of_weight}
-    assert_matches(actual, lambda: plain_head(leaves, gradients, **others), "")
+    assert_matches(actual, lambda: plain_head(leaves, gradients, **others), "head")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -162,7 +162,7 @@ def test_bfloat16_logits_match_a_bfloat16_product(temperature, has_bias):
     leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
     others = dict(targets=y, temperature=temperature, vocab_size=47)
     actual = head_results(log_prob_and_entropy(**leaves, **others, logits_dtype=torch.bfloat16), gradients, leaves)
-    assert_matches(actual, lambda: plain_head(leaves, gradients, torch.bfloat16, **others), "")
+    assert_matches(actual, lambda: plain_head(leaves, gradients, torch.bfloat16, **others), "head")
     unrounded = plain_head(leaves, gradients, **others)["outputs"]
     assert relative_error(unrounded, actual["outputs"]) > 1e-3
 

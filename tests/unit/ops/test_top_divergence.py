@@ -38,7 +38,7 @@ def small_tiles():
 def test_equals_full_logits(kind, k, num_tokens, vocab, padding, temperature, biases):
     case = DivergenceCase.random(num_tokens, vocab, (vocab + padding[0], vocab + padding[1]), temperature, biases)
     actual = tiled(case, k, *kind)
-    assert_matches(actual, partial(plain, case, k, *kind), f"{kind}, k {k},")
+    assert_matches(actual, partial(plain, case, k, *kind), f"{kind}, k {k}")
     assert actual["weight"][vocab:].abs().sum() == 0
 
 
@@ -56,7 +56,7 @@ def test_top_tokens_are_those_of_full_logits(k):
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 def test_all_tokens_give_the_exact_divergence(kind, beta):
     case = DivergenceCase.random(19, 43, (43, 43))
-    assert_matches(tiled(case, 43, kind, beta), partial(plain_divergence, case, kind, beta), f"{kind}, beta {beta},")
+    assert_matches(tiled(case, 43, kind, beta), partial(plain_divergence, case, kind, beta), f"{kind}, beta {beta}")
     exact, fewer = (values["divergence"] for values in (plain_divergence(case, kind, beta), tiled(case, 5, kind, beta)))
     assert (fewer >= 0).all() and (fewer <= exact + LOSS_FLOOR).all() and relative_error(fewer, exact) > 0.01
 
@@ -73,7 +73,7 @@ def test_probability_of_a_tiny_rest_stays_exact(kind, beta, factors):
     case = replace(case, student=student, teacher=teacher)
     actual = tiled(case, 5, kind, beta)
     assert all(values.isfinite().all() for values in actual.values())
-    assert_matches(actual, partial(plain, case, 5, kind, beta), f"{kind}, {factors},")
+    assert_matches(actual, partial(plain, case, 5, kind, beta), f"{kind}, {factors}")
 
 
 def test_tokens_outside_the_students_vocabulary_belong_to_the_rest():
