@@ -50,8 +50,7 @@ from tests.tiny_image_model import SHIFT, write_tiny_image_model
 GROWTH = 1.1
 """Factor of the weights in each refit."""
 
-
-DENOISING = Denoising(height=16, width=24, num_steps=6, shift=SHIFT, guidance=2.5, sde_steps=range(0, 5))
+DENOISING = Denoising(height=16, width=24, num_steps=6, shift=SHIFT, guidance=2.5, sde_steps=range(5))
 
 Velocities = Callable[[list[Document]], Sequence[torch.Tensor]]
 
