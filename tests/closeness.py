@@ -97,20 +97,23 @@ def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def limit(exact: Tensors, plain: Tensors) -> float:
-    """Return the largest relative error that rounding can explain, derived from the tensor with the largest error."""
+def limit(exact: Tensors, plain: Tensors, dtype: torch.dtype = torch.float32) -> float:
+    """Return the largest relative error that rounding can explain, derived from the tensor with the largest error.
+    `dtype`: the dtype in which `plain` was computed."""
     rounding = FACTOR * max(relative_error(plain[name], exact[name]) for name in exact)
-    smallest = max(TOLERANCES[plain[name].dtype] for name in exact)
+    smallest = TOLERANCES[dtype]
     return min(max(smallest, rounding), 10 * smallest)
 
 
-def assert_close(actual: Tensors, exact: Tensors, plain: Tensors, what: str) -> None:
-    """Compare tensors by name with the reference in float64 and in our dtype."""
+def assert_close(
+    actual: Tensors, exact: Tensors, plain: Tensors, what: str, dtype: torch.dtype = torch.float32
+) -> None:
+    """Compare tensors by name with the reference in float64 and in `dtype`."""
     missing = exact.keys() - actual.keys() - {"lm_head.weight"}
     assert not missing, missing
     # Compare common names: a router's bias has no gradient, and a tied head is the embedding.
     worst = {name: relative_error(actual[name], exact[name]) for name in actual.keys() & exact.keys()}
-    name, largest = max(worst, key=worst.get), limit(exact, plain)
+    name, largest = max(worst, key=worst.get), limit(exact, plain, dtype)
     assert worst[name] <= largest, f"{what} of {name}: {worst[name]:.2e}, limit {largest:.2e}"
 
 
@@ -124,7 +127,7 @@ def assert_matches(actual: Tensors, compute: Callable[[], Tensors], what: str) -
         with default_dtype(dtype):
             plain = compute()
         parts = ({name: x[name] for name in exact if actual[name].dtype is dtype} for x in (actual, exact, plain))
-        assert_close(*parts, f"{what}, {dtype}")
+        assert_close(*parts, f"{what}, {dtype}", dtype)
 
 
 def close_to(exact: float, plain: float, floor: float = 0.0) -> Any:
