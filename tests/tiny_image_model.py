@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -61,12 +62,19 @@ def write_tiny_image_model(folder: Path, name: str = "Z-Image", has_t5: bool = T
 
 
 def load_pipeline(folder: Path) -> Any:
-    """Return diffusers' own pipeline for the folder."""
+    """Return diffusers' own pipeline for the folder, in the default dtype."""
     parts = json.loads((folder / "model_index.json").read_text())
     absent = {name: None for name, entry in parts.items() if entry == [None, None]}
-    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, **absent)
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.get_default_dtype(), **absent)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def draw(pipeline: Any, **options: Any) -> Any:
+    """Return the images of a pipeline of diffusers. It asserts that Z-Image's latents are float32, even in float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.get_default_dtype())
+        return pipeline(**options).images
 
 
 def _qwen(channels: int) -> Qwen3Model:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megarl.ops import head_tile, output_layer
 from megarl.ops.output_layer import OutputLayer
-from tests.closeness import expected, limit, relative_error
+from tests.closeness import assert_matches
 from tests.divergence_case import KINDS, DivergenceCase, plain, tiled
 from tests.forked import run_ranks
 from tests.timing import RANKS_S
@@ -18,9 +18,6 @@ from tests.timing import RANKS_S
 SIZES = [(100, 102, 120), (100, 180, 102), (7, 12, 18), (101, 150, 150)]
 """Vocabulary size, and the rows of the student's and the teacher's weight. In the second one, a third rank holds only
 padding of the student's."""
-
-BFLOAT16_TOLERANCE = 2e-2
-"""The shards round logits' gradients to bfloat16."""
 
 
 def case_of(sizes: tuple[int, int, int], dtype: torch.dtype) -> DivergenceCase:
@@ -61,13 +58,10 @@ def test_sharded_divergence_equals_the_whole_one(world_size, dtype):
     ranks = run_ranks(world_size, sharded, world_size, dtype)
     variants = [(sizes, kind) for sizes in SIZES for kind in KINDS]
     for (sizes, kind), *own in zip(variants, *ranks, strict=True):
-        exact, in_float32 = expected(partial(plain, case_of(sizes, dtype), *kind))
-        shared = {"hidden": sum(result["hidden"].float() for result in own)}
-        shared |= {name: torch.cat([result[name].float() for result in own]) for name in ("weight", "bias")}
-        tolerance = limit(exact, in_float32) if dtype == torch.float32 else BFLOAT16_TOLERANCE
+        shared = {"hidden": sum(result["hidden"].float() for result in own).to(dtype)}
+        shared |= {name: torch.cat([result[name] for result in own]) for name in ("weight", "bias")}
         for result in own:
-            actual = result | shared
-            assert all(relative_error(actual[name], exact[name]) <= tolerance for name in exact), (sizes, kind)
+            assert_matches(result | shared, partial(plain, case_of(sizes, dtype), *kind), f"{sizes}, {kind}")
 
 
 def rejected(store, rank: int, world_size: int) -> str:

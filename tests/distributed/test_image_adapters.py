@@ -23,11 +23,11 @@ from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.run.checkpoints import Checkpoints
-from tests.closeness import TOLERANCE, relative_error
+from tests.closeness import assert_close, assert_matches, expected, relative_error
 from tests.distributed.test_image_updates import ALPHA, FLOW_GRPO, RANK, config_of, own_batches
 from tests.forked import run_ranks
 from tests.tiny_denoiser import write_denoiser_adapters
-from tests.tiny_image_model import load_pipeline, write_tiny_image_model
+from tests.tiny_image_model import draw, load_pipeline, write_tiny_image_model
 
 LORA = f"rank: {RANK}, alpha: {ALPHA}"
 
@@ -71,20 +71,23 @@ def runs(tmp_path_factory) -> Path:
     return path
 
 
+NOISE = torch.randn(2, 4, 8, 12, generator=torch.Generator().manual_seed(0))
+
+
 def images(pipeline) -> torch.Tensor:
-    """Return the pixels of two images from fixed noise, float32 in [0, 1]."""
-    noise = torch.randn(2, 4, 8, 12, generator=torch.Generator().manual_seed(0))
+    """Return the pixels of two images from fixed noise, in [0, 1]."""
     keys = dict(height=16, width=24, num_inference_steps=4, guidance_scale=2.0, max_sequence_length=96)
-    return torch.tensor(pipeline(["two cats", "a dog"], **keys, latents=noise, output_type="np").images)
+    noise = NOISE.to(torch.get_default_dtype())
+    return draw(pipeline, prompt=["two cats", "a dog"], **keys, latents=noise, output_type="pt")
 
 
 def test_pipeline_with_adapters_draws_the_merged_models_images(runs):
     adapted = load_pipeline(runs / "model")
     before = images(adapted)
     adapted.load_lora_weights(runs / "adapters")
-    merged = images(load_pipeline(runs / "merged"))
-    assert relative_error(images(adapted), merged) < TOLERANCE
-    assert relative_error(before, merged) > 0.01
+    found = images(adapted)
+    assert_matches({"images": found}, lambda: {"images": images(load_pipeline(runs / "merged"))}, "merged")
+    assert relative_error(before, found) > 0.01
 
 
 def test_exported_file_has_diffusers_names_and_metadata(runs):
@@ -129,9 +132,16 @@ def test_converted_checkpoint_equals_the_exports(runs):
     assert set(converted.keys()) == names
     assert all(torch.equal(converted.get_tensor(name), exported.get_tensor(name)) for name in names)
     adapters_to_huggingface(checkpoint, runs / "transformer", Options())
-    found, expected = (
-        load_file(folder / "diffusion_pytorch_model.safetensors")
-        for folder in (runs / "transformer", runs / "merged" / "transformer")
-    )
-    assert found.keys() == expected.keys()
-    assert max(relative_error(found[name], weight) for name, weight in expected.items()) < TOLERANCE
+
+    def fused() -> dict[str, torch.Tensor]:
+        pipeline = load_pipeline(runs / "model")
+        pipeline.load_lora_weights(runs / "adapters")
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+        return pipeline.transformer.state_dict()
+
+    reference = expected(fused)
+    for folder in (runs / "transformer", runs / "merged" / "transformer"):
+        found = load_file(folder / "diffusion_pytorch_model.safetensors")
+        assert found.keys() == reference.exact.keys()
+        assert_close(found, *reference, folder.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
-from tests.closeness import LOSS_FLOOR, assert_close, close_to, expected
+from tests.closeness import LOSS_FLOOR, TOLERANCE, TOLERANCES, assert_close, assert_matches, close_to, expected, load
 from tests.distributed.test_families import GATED_DELTA as FAMILY_GATED_DELTA
 from tests.distributed.test_families import GLM
 from tests.forked import run_ranks
@@ -426,16 +425,17 @@ def check_merged_folders(
     convert("adapters-to-hf", "--checkpoint", checkpoint.path, "--out", out / "float32", "--dtype", "float32")
     adapters_to_huggingface(converted.path, out / "bfloat16", Options())
     merged, rounded = (load_file(out / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
-    peft_merged = merged_with_peft(folder, out / "a")
-    assert_close(merged, peft_merged, peft_merged, "merged weight")
+    assert_close(merged, *expected(lambda: merged_with_peft(folder, out / "a")), "merged weight")
     assert merged.keys() == rounded.keys()
     assert all(torch.equal(weight.bfloat16(), rounded[name]) for name, weight in merged.items())
     for name, weight in whole_tensors(read_config(folder), ranks, "weights").items():
-        torch.testing.assert_close(weight.bfloat16(), rounded[name], rtol=2**-7, atol=1e-6)
+        # The float32 sums may differ in the last bits, so that their nearest bfloat16 numbers are neighbors.
+        sums = dict(rtol=TOLERANCES[torch.bfloat16], atol=TOLERANCE * float(weight.abs().max()))
+        torch.testing.assert_close(weight.bfloat16(), rounded[name], **sums)
 
 
 def merged_with_peft(folder: Path, adapters: Path) -> dict[str, torch.Tensor]:
-    """Merge adapters, in float32, into a model that was loaded in bfloat16. PEFT does the merge, except where
+    """Merge adapters, in the default dtype, into a model that was loaded in bfloat16. PEFT does the merge, except where
     individual experts have adapters, which it does not support: plain torch merges those.
     """
     stored = load_file(adapters / WEIGHTS)
@@ -510,11 +510,11 @@ def test_peft_with_exported_adapters_equals_the_merged_model(request, tmp_path, 
         export(config_of(folder, lora.replace("EXPORT", kind), layout), folder, tmp_path / kind)
         for kind in ("merged", "adapters")
     )
-    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
-    merged_logits = load(merged)(ids).logits
-    adapter_logits = PeftModel.from_pretrained(load(folder), adapters)(ids).logits
-    torch.testing.assert_close(adapter_logits, merged_logits, rtol=1e-5, atol=1e-5)
-    assert (merged_logits - load(folder)(ids).logits).abs().max() > 1e-2
+    base = load(AutoModelForCausalLM, folder)
+    unadapted = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, adapters)(ids).logits
+    assert_matches({"logits": adapted}, lambda: {"logits": load(AutoModelForCausalLM, merged)(ids).logits}, "adapted")
+    assert (adapted - unadapted).abs().max() > 1e-2
 
     again = config_of(folder, lora.replace("EXPORT", "adapters"), layout, f"actor.lora.path={adapters}")
     loaded = whole_factors(run_ranks(2, train_adapters, again, folder, []), "factors")

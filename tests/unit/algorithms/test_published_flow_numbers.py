@@ -19,11 +19,10 @@ from megarl.algorithms.objectives.flow_dppo import flow_dppo
 from megarl.algorithms.objectives.grpo_guard import grpo_guard
 from megarl.algorithms.relative import sample_advantages
 from megarl.algorithms.transition import Transition, sigma_schedule, step_weights, transition
-from tests.closeness import relative_error
+from tests.closeness import TOLERANCE, relative_error
 from tests.paths import ROOT
 
 RECORDED = json.loads((ROOT / "tests" / "published_numbers" / "flow_grpo.json").read_text())
-TOLERANCE = 1e-6
 
 
 def tensor(values: Any) -> torch.Tensor:

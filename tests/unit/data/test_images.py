@@ -30,6 +30,7 @@ from megarl.data.images import (
     size_of,
 )
 from tests import tiny_vision
+from tests.closeness import FACTOR
 from tests.unit.data.image_data import encoded, picture, png
 
 
@@ -204,14 +205,14 @@ def test_patches_are_normalized_blocks_of_pixels(folders: dict[str, Path]) -> No
     image = picture(64, 32)  # the size of whole patches, so the image is not resized
     patches = processor.patches([encoded(image)])
     assert processor.grid(64, 32) == (1, 2, 4) and processor.num_tokens((1, 2, 4)) == 2
-    pixels = (np.asarray(image, np.float32) / 255 - 0.5) / 0.5
+    pixels = (np.asarray(image, np.float64) / 255 - 0.5) / 0.5
     places = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]  # blocks of 2 × 2 patches
     expected = []
     for row, column in places:
         block = pixels[16 * row : 16 * row + 16, 16 * column : 16 * column + 16].transpose(2, 0, 1)
         expected.append(np.stack((block, block), axis=1).ravel())  # two equal frames
     assert patches.dtype == np.float32 and patches.shape == (8, 3 * 2 * 16 * 16)
-    np.testing.assert_allclose(patches, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(patches, expected, rtol=0, atol=FACTOR * np.finfo(np.float32).eps)
 
 
 def test_pixel_limits_override_the_models(folders: dict[str, Path]) -> None:

@@ -18,6 +18,7 @@ from megarl.data.collate import collate
 from megarl.megatron.advantages import add_distillation, estimate_advantages, mean_advantages, with_advantages
 from megarl.megatron.configured_losses import configured_distillation
 from megarl.rewards.process import on_turns
+from tests.closeness import LOSS_FLOOR, TOLERANCE, relative_error
 from tests.packing import packing
 from tests.paths import BASE
 from tests.samples import training_ref
@@ -65,11 +66,12 @@ def test_gae_uses_token_rewards_at_their_tokens(names):
     settings = algorithm("gae", f"advantage={{gamma: {GAMMA}, gae_lambda: {LAMBDA}, whiten: false}}")
     [batch] = with_advantages(settings, [collate(samples, packing(), values=values, **rewards)])
     by_sample = {name: [field[name] for field in rewards.values()] for name in MASKS}
-    expected = torch.tensor([a for name in MASKS for a in by_hand(name, values[name], by_sample[name])])
-    torch.testing.assert_close(batch.advantage, expected, rtol=1e-5, atol=1e-6)
+    by_token = [a for name in MASKS for a in by_hand(name, values[name], by_sample[name])]
+    expected = torch.tensor(by_token, dtype=torch.float64)
+    assert relative_error(batch.advantage, expected) <= TOLERANCE
     trained = torch.tensor([flag for mask in MASKS.values() for flag in mask])
     expected_returns = torch.where(trained, expected + torch.cat(list(values.values())), 0.0)
-    torch.testing.assert_close(batch.returns, expected_returns, rtol=1e-5, atol=1e-6)
+    assert relative_error(batch.returns, expected_returns) <= TOLERANCE
 
 
 NAN = float("nan")
@@ -125,7 +127,7 @@ def test_nearly_equal_rewards_keep_precision():
     ]
     [batch] = with_advantages(algorithm("grpo"), [collate(samples, packing())])
     assert batch.advantage.dtype is torch.float32
-    assert batch.advantage[[0, 5, 8]].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
+    assert batch.advantage[[0, 5, 8]].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=LOSS_FLOOR)
 
 
 def test_step_rewards_are_added_to_sample_rewards():

@@ -21,6 +21,7 @@ from megarl.megatron.configured_losses import (
 from megarl.megatron.metric_sums import read
 from megarl.megatron.token_selection import _draw
 from megarl.step.metrics import add_explained_variance
+from tests.closeness import LOSS_FLOOR, close_to, expected
 from tests.packing import packing
 from tests.paths import BASE
 from tests.samples import training_ref
@@ -57,8 +58,12 @@ def test_explained_variance_matches_torch():
         returns.append(batch.returns[batch.mask])
         residuals.append((batch.returns - batch.values)[batch.mask])
     metrics = add_explained_variance(merge(parts))
-    expected = 1 - torch.cat(residuals).var() / torch.cat(returns).var()
-    assert metrics["value/explained_variance"].value == pytest.approx(float(expected), rel=1e-5)
+
+    def explained() -> float:
+        residual, of_return = (torch.cat(x).to(torch.get_default_dtype()).var() for x in (residuals, returns))
+        return float(1 - residual / of_return)
+
+    assert metrics["value/explained_variance"].value == close_to(*expected(explained), LOSS_FLOOR)
     assert not [name for name in metrics if "residual" in name or "square" in name]
     assert add_explained_variance({}) == {}
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.ops import head_tile, output_layer
-from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
-from tests.closeness import relative_error
+from megarl.ops.linear_head import log_prob_and_entropy
+from tests.closeness import TOLERANCE, assert_close, assert_matches, expected, relative_error
+from tests.head_reference import head_results, plain_head
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,17 +39,6 @@ def random_candidates(num_tokens: int, vocab: int, seed: int = 1) -> torch.Tenso
     return candidate_ids
 
 
-def check_equal(actual, reference, gradients, leaves, tolerance=1e-5):
-    """Compare values and gradients with respect to named leaves, and return the gradients."""
-    assert relative_error(actual.detach(), reference.detach()) <= tolerance
-    computed, expected = (
-        torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (actual, reference)
-    )
-    for name, a, b in zip(leaves, computed, expected, strict=True):
-        assert relative_error(a, b) <= tolerance, name
-    return dict(zip(leaves, computed, strict=True))
-
-
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     num_tokens=st.integers(1, 30),
@@ -64,51 +54,59 @@ def test_equals_full_logits(num_tokens, vocab, padding, temperature, has_bias, t
     bias = torch.linspace(-1, 1, vocab + padding).requires_grad_() if has_bias else None
     candidate_ids = random_candidates(num_tokens, vocab) if truncated else None
     at = torch.linspace(0.5, 2, num_tokens) if temperature == "of tokens" else float(temperature)
-    reference = torch.stack(plain_log_prob_and_entropy(h, w, y, at, vocab, bias, candidate_ids), -1)
-    actual = log_prob_and_entropy(h, w, y, at, vocab, bias=bias, candidate_ids=candidate_ids)
+    others = dict(targets=y, temperature=at, vocab_size=vocab, candidate_ids=candidate_ids)
     leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
-    computed = check_equal(actual, reference, gradients, leaves)
-    assert computed["weight"][vocab:].abs().sum() == 0
+    actual = head_results(log_prob_and_entropy(**leaves, **others), gradients, leaves)
+    assert_matches(actual, lambda: plain_head(leaves, gradients, **others), "head")
+    assert actual["weight"][vocab:].abs().sum() == 0
 
 
 def test_truncated_policy_matches_worked_example():
     """Logits log 1 … log 5. Candidates per row: all; {2, 4}; {0} plus the target 1; the target only."""
-    w = torch.log(torch.arange(1.0, 6.0))[:, None].requires_grad_()
-    h = torch.ones(4, 1)
-    y = torch.tensor([3, 4, 1, 2])
+    leaves = {"hidden": torch.ones(4, 1), "weight": torch.log(torch.arange(1.0, 6.0))[:, None]}
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
     candidate_ids = torch.tensor([[-1, -1], [4, 2], [-1, 0], [2, -1]])
-    scored = log_prob_and_entropy(h, w, y, 1.0, 5, candidate_ids=candidate_ids)
+    others = dict(targets=torch.tensor([3, 4, 1, 2]), temperature=1.0, vocab_size=5, candidate_ids=candidate_ids)
+    gradients = torch.tensor([[0, 0], [1, 0], [1, 0], [1, 0]])
     shares = [[1 / 15, 2 / 15, 3 / 15, 4 / 15, 5 / 15], [3 / 8, 5 / 8], [1 / 3, 2 / 3], [1.0]]
-    chosen = torch.tensor([4 / 15, 5 / 8, 2 / 3, 1.0]).log()
-    entropy = torch.tensor([-sum(p * math.log(p) for p in row) for row in shares])
-    torch.testing.assert_close(scored.detach(), torch.stack((chosen, entropy), -1), rtol=1e-6, atol=1e-6)
-    gradient = torch.autograd.grad(scored[1:, 0].sum(), w)[0][:, 0]
-    expected = torch.tensor([-1 / 3, 1 - 2 / 3, 1 - 1 - 3 / 8, 0.0, 1 - 5 / 8])
-    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)
+    chosen = [math.log(p) for p in (4 / 15, 5 / 8, 2 / 3, 1.0)]
+    entropies = [-sum(p * math.log(p) for p in row) for row in shares]
+    gradient = [-1 / 3, 1 - 2 / 3, 1 - 1 - 3 / 8, 0.0, 1 - 5 / 8]
+    exact = {
+        "outputs": torch.tensor([chosen, entropies], dtype=torch.float64).t(),
+        "weight": torch.tensor(gradient, dtype=torch.float64)[:, None],
+    }
+    actual = head_results(log_prob_and_entropy(**leaves, **others), gradients, leaves)
+    assert_close(actual, exact, plain_head(leaves, gradients, **others), "worked example")
 
 
 def test_large_logits_stay_finite():
     h, w, y, gradients = inputs(9, 12, 40, 40)
-    scored = log_prob_and_entropy(h * 100, w, y, 1.0, 40)
-    expected = torch.stack(plain_log_prob_and_entropy(h * 100, w, y, 1.0, 40), -1)
-    torch.testing.assert_close(scored, expected, rtol=1e-5, atol=1e-4)
-    assert all(torch.isfinite(g).all() for g in torch.autograd.grad((scored * gradients).sum(), (h, w)))
+    leaves, others = (
+        {"hidden": (h.detach() * 100).requires_grad_(), "weight": w},
+        dict(targets=y, temperature=1.0, vocab_size=40),
+    )
+    actual = head_results(log_prob_and_entropy(**leaves, **others), gradients, leaves)
+    exact, plain = expected(lambda: plain_head(leaves, gradients, **others))
+    assert all(tensor.isfinite().all() for tensor in actual.values())
+    assert_close(actual, {"outputs": exact["outputs"]}, plain, "large logits")
 
 
 def test_entropy_of_large_equal_logits_is_precise():
     """Logits near 1e4 have a unit in the last place of 1e-3, yet the entropy log V of equal logits is exact."""
     scored = log_prob_and_entropy(torch.full((3, 1), 1e4), torch.ones(40, 1), torch.arange(3), 1.0, 40)
-    torch.testing.assert_close(scored[:, 1], torch.full((3,), math.log(40)), rtol=1e-6, atol=0)
+    assert relative_error(scored[:, 1], torch.full((3,), math.log(40), dtype=torch.float64)) <= TOLERANCE
 
 
 def test_main_grad_accumulates_over_microbatches():
     h, w, y, gradients = inputs(19, 12, 40, 40)
-    expected = torch.autograd.grad((log_prob_and_entropy(h, w, y, 1.0, 40) * gradients).sum(), w)[0]
+    others = dict(targets=y, temperature=1.0, vocab_size=40)
+    exact, plain = expected(lambda: plain_head({"hidden": h, "weight": w}, gradients, **others))
     w.main_grad = torch.ones_like(w)
     for part in (slice(0, 11), slice(11, 19)):
         (log_prob_and_entropy(h[part], w, y[part], 1.0, 40) * gradients[part]).sum().backward()
         assert w.grad_added_to_main_grad
-    assert relative_error(w.main_grad, expected + 1) <= 1e-6
+    assert_close({"weight": w.main_grad - 1}, {"weight": exact["weight"]}, plain, "main_grad")
 
 
 def test_frozen_weight_costs_no_gradient_computation():
@@ -141,17 +139,16 @@ def test_empty_batch_has_empty_output():
 def test_bfloat16_is_accurate_within_its_precision(num_tokens, hidden, vocab, padding):
     """Only gradients of logits are rounded to 8 bits; logits, and sums over tokens and vocabulary, are not."""
     h, w, y, gradients = inputs(num_tokens, hidden, vocab + padding, vocab)
-    h = (h.detach() / hidden**0.5).requires_grad_()
-    whole = torch.stack(plain_log_prob_and_entropy(h.bfloat16().float(), w.bfloat16().float(), y, 1.0, vocab), -1)
-    expected = torch.autograd.grad((whole * gradients).sum(), (h, w))
-    narrow_h, narrow_w = (x.detach().bfloat16().requires_grad_() for x in (h, w))
-    narrow_w.main_grad = torch.zeros_like(w)
-    scored = log_prob_and_entropy(narrow_h, narrow_w, y, 1.0, vocab)
+    leaves = {"hidden": h.detach() / hidden**0.5, "weight": w.detach()}
+    leaves = {name: leaf.bfloat16().requires_grad_() for name, leaf in leaves.items()}
+    leaves["weight"].main_grad = torch.zeros_like(w)
+    others = dict(targets=y, temperature=1.0, vocab_size=vocab)
+    scored = log_prob_and_entropy(**leaves, **others)
     (scored * gradients).sum().backward()
     assert scored.dtype == torch.float32
-    assert relative_error(scored.detach(), whole.detach()) <= 1e-5
-    assert relative_error(narrow_h.grad.float(), expected[0]) <= 2e-2
-    assert relative_error(narrow_w.main_grad, expected[1]) <= 2e-2
+    of_weight = leaves["weight"].main_grad.bfloat16()
+    actual = {"outputs": scored.detach(), "hidden": leaves["hidden"].grad, "weight": of_weight}
+    assert_matches(actual, lambda: plain_head(leaves, gradients, **others), "head")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -162,18 +159,12 @@ def test_bfloat16_logits_match_a_bfloat16_product(temperature, has_bias):
     h, w, y, gradients = inputs(30, 24, 50, 47)
     h, w = (torch.randint(-8, 9, x.shape, generator=generator).bfloat16().requires_grad_() for x in (h, w))
     bias = torch.randint(-4, 5, (50,), generator=generator).bfloat16().requires_grad_() if has_bias else None
-    arguments = (h, w, y, temperature, 47)
-    reference = torch.stack(plain_log_prob_and_entropy(*arguments, bias), -1)
-    actual = log_prob_and_entropy(*arguments, bias=bias, logits_dtype=torch.bfloat16)
-    exact = log_prob_and_entropy(*arguments, bias=bias)
-    assert relative_error(actual.detach(), reference.detach()) <= 1e-5
-    assert relative_error(exact.detach(), reference.detach()) > 1e-3
     leaves = {"hidden": h, "weight": w} | ({"bias": bias} if has_bias else {})
-    computed, expected = (
-        torch.autograd.grad((x * gradients).sum(), list(leaves.values())) for x in (actual, reference)
-    )
-    for name, a, b in zip(leaves, computed, expected, strict=True):
-        assert relative_error(a.float(), b.float()) <= 2e-2, name
+    others = dict(targets=y, temperature=temperature, vocab_size=47)
+    actual = head_results(log_prob_and_entropy(**leaves, **others, logits_dtype=torch.bfloat16), gradients, leaves)
+    assert_matches(actual, lambda: plain_head(leaves, gradients, torch.bfloat16, **others), "head")
+    unrounded = plain_head(leaves, gradients, **others)["outputs"]
+    assert relative_error(unrounded, actual["outputs"]) > 1e-3
 
 
 def test_bfloat16_gradients_accumulate_in_float32():

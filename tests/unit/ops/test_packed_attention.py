@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.ops.packed_attention import documents_of, packed_attention, take
-from tests.attention_reference import plain_attention
+from tests.attention_reference import assert_matches_plain
 
 
 def separate(lengths: list[int]) -> list[list[int]]:
@@ -44,15 +44,9 @@ def test_matches_masked_attention(name, kv_heads, value_dim, window, has_sinks):
     key, value = (torch.randn(num_tokens, kv_heads, dim, requires_grad=True) for dim in (8, value_dim))
     gradient = torch.randn(num_tokens, 6, value_dim)
     sinks = torch.randn(6, requires_grad=True) if has_sinks else None
-    inputs = [x for x in (query, key, value, sinks) if x is not None]
-    expected = plain_attention(query, key, value, tokens, boundaries, 0.3, window, sinks)
     documents = documents_of(tokens, boundaries, window=window)
     actual = packed_attention(query, key, value, documents, 0.3, sinks=sinks)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    for a, b in zip(
-        torch.autograd.grad(actual, inputs, gradient), torch.autograd.grad(expected, inputs, gradient), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert_matches_plain(actual, (query, key, value, sinks), gradient, tokens, boundaries, 0.3, window)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -65,19 +59,12 @@ def test_queries_on_several_ranks_match_masked_attention(name, size, window):
     num_tokens = int(tokens.max()) + 1
     query, key, value = (torch.randn(num_tokens, 2, 8, requires_grad=True) for _ in range(3))
     gradient, sinks = torch.randn(num_tokens, 2, 8), torch.randn(2, requires_grad=True)
-    expected = plain_attention(query, key, value, tokens, boundaries, 0.3, window, sinks)
-    key_positions = torch.randperm(num_tokens)
-    actual = torch.zeros_like(expected)
+    key_positions, actual = torch.randperm(num_tokens), torch.zeros_like(query)
     for query_positions in key_positions.tensor_split(min(size, num_tokens)):
         documents = documents_of(tokens, boundaries, query_positions, key_positions, window=window)
         rows = query[query_positions], key[key_positions], value[key_positions]
         actual = actual.index_copy(0, query_positions, packed_attention(*rows, documents, 0.3, sinks=sinks))
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    inputs = (query, key, value, sinks)
-    for a, b in zip(
-        torch.autograd.grad(actual, inputs, gradient), torch.autograd.grad(expected, inputs, gradient), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert_matches_plain(actual, (query, key, value, sinks), gradient, tokens, boundaries, 0.3, window)
 
 
 def test_padding_is_less_than_one_step_per_document():

@@ -57,18 +57,24 @@ def test_prompts_include_an_image(keys: list[str], features: float, tmp_path: Pa
     assert (f"(including {features:,} for one assumed image)" in workload.describe()) == (features > 0)
 
 
-def test_tower_takes_time_on_the_first_stage_only(tmp_path: Path) -> None:
-    """Each rank of the stage computes all features of its replica's microbatch."""
-    config, cluster = config_of(tmp_path), read_cluster("8xH100")
+@pytest.mark.parametrize(("first_stage_layers", "share"), [(30, 1), (6, 0)])
+def test_tower_takes_time_on_the_first_stage_only(tmp_path: Path, first_stage_layers: int, share: int) -> None:
+    """The slower of two stages, which has 30 of 36 layers, determines the time. Each rank of the first stage computes
+    all features of its replica's microbatch."""
+    layout = f"actor.layout={{tp: 2, pp: 2, dp: 2, first_stage_layers: {first_stage_layers}}}"
+    config, cluster = config_of(tmp_path, layout), read_cluster("8xH100")
     workload = workload_of(config, MODEL.shape)
     assert isinstance(workload, TextWorkload) and MODEL.shape.vision is not None
     with_images = train_time(config.actor, MODEL, workload, cluster, 2, 0, 1)
     packed = workload.packed(config.actor)
     forward = vision_flops(MODEL.shape.vision, packed.features, 576) / (cluster.gpu.tflops * 1e12 * DENSE_SHARE)
-    assert with_images.update["vision tower"] == pytest.approx(3 * workload.updates * packed.microbatches * forward)
+    seconds = share * 3 * workload.updates * packed.microbatches * forward
+    assert with_images.update.get("vision tower", 0.0) == pytest.approx(seconds)
     without = train_time(config.actor, MODEL, replace(workload, image_features=0.0), cluster, 2, 0, 1)
-    others = [times.update | {"vision tower": 0, "recomputation": 0} for times in (with_images, without)]
+    affected = {"vision tower": 0, "recomputation": 0, "pipeline bubble": 0}
+    others = [times.update | affected for times in (with_images, without)]
     assert others[0] == pytest.approx(others[1])
+    assert share or with_images.update == without.update
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])

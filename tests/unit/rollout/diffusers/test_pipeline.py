@@ -14,9 +14,10 @@ import torch
 from megarl.core.errors import UserError
 from megarl.rollout.diffusers.encoders import CACHE_BYTES
 from megarl.rollout.diffusers.pipeline import ImageModel
-from tests.closeness import TOLERANCE, relative_error
+from tests.closeness import FACTOR, assert_matches
 from tests.tiny_image_model import CLIP_TOKENS, SHIFT, load_pipeline, write_tiny_image_model
 
+EPSILON = torch.finfo(torch.float32).eps
 TEXTS = ["a red cat", "", "A blue dog on a very long sofa under a tree"]
 
 
@@ -29,11 +30,6 @@ def folder(tmp_path_factory) -> Path:
     return write_tiny_image_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def pipeline(folder):
-    return load_pipeline(folder)
-
-
 @pytest.fixture(scope="module", params=["with T5", "without T5"])
 def sd3_folder(request, tmp_path_factory) -> Path:
     return write_tiny_image_model(tmp_path_factory.mktemp("sd3"), "SD3.5", has_t5=request.param == "with T5")
@@ -41,31 +37,36 @@ def sd3_folder(request, tmp_path_factory) -> Path:
 
 def test_sd3_captions_match_diffusers_pipeline(sd3_folder):
     captions = load(sd3_folder).encoder.encode(TEXTS)
-    expected, _, pooled, _ = load_pipeline(sd3_folder).encode_prompt(
-        [*TEXTS], None, None, do_classifier_free_guidance=False
-    )
-    for text, tokens, vector in zip(TEXTS, expected, pooled, strict=True):
-        assert captions[text].tokens.shape == tokens.shape and len(tokens) == CLIP_TOKENS + 256
-        assert relative_error(captions[text].tokens, tokens) < TOLERANCE
-        assert relative_error(captions[text].pooled, vector) < TOLERANCE
+
+    def plain() -> dict[str, torch.Tensor]:
+        pipeline = load_pipeline(sd3_folder)
+        tokens, _, pooled, _ = pipeline.encode_prompt([*TEXTS], None, None, do_classifier_free_guidance=False)
+        return {"tokens": tokens, "pooled": pooled}
+
+    actual = {name: torch.stack([getattr(captions[text], name) for text in TEXTS]) for name in ("tokens", "pooled")}
+    assert actual["tokens"].shape[1] == CLIP_TOKENS + 256
+    assert_matches(actual, plain, "captions")
 
 
 def test_sd3_noise_levels_are_diffusers(sd3_folder):
     scheduler = load_pipeline(sd3_folder).scheduler
     for num_steps in (1, 2, 10):
         scheduler.set_timesteps(num_steps)
-        assert load(sd3_folder).sigmas(num_steps) == pytest.approx(scheduler.sigmas.tolist(), abs=1e-6)
+        assert load(sd3_folder).sigmas(num_steps) == pytest.approx(scheduler.sigmas.tolist(), abs=FACTOR * EPSILON)
     other = type(scheduler)(shift=2.0)
     other.set_timesteps(10)
-    assert load(sd3_folder).sigmas(10, shift=2.0) == pytest.approx(other.sigmas.tolist(), abs=1e-6)
+    assert load(sd3_folder).sigmas(10, shift=2.0) == pytest.approx(other.sigmas.tolist(), abs=FACTOR * EPSILON)
 
 
-def test_captions_match_diffusers_pipeline(folder, pipeline):
+def test_captions_match_diffusers_pipeline(folder):
     captions = load(folder).encoder.encode(TEXTS)
-    expected, _ = pipeline.encode_prompt([*TEXTS], do_classifier_free_guidance=False, max_sequence_length=96)
-    for text, caption in zip(TEXTS, expected, strict=True):
-        assert captions[text].tokens.shape == caption.shape and captions[text].pooled is None
-        assert relative_error(captions[text].tokens, caption) < TOLERANCE
+
+    def plain() -> dict[str, torch.Tensor]:
+        pipeline, options = load_pipeline(folder), dict(do_classifier_free_guidance=False, max_sequence_length=96)
+        return dict(zip(TEXTS, pipeline.encode_prompt([*TEXTS], **options)[0], strict=True))
+
+    assert all(caption.pooled is None for caption in captions.values())
+    assert_matches({text: caption.tokens for text, caption in captions.items()}, plain, "captions")
 
 
 def test_long_captions_are_truncated_to_the_positions(folder):

@@ -6,6 +6,8 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +17,13 @@ from megarl.algorithms.transition import mean, sigma_schedule, transition
 from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.prompt import Prompt
 from megarl.data.noise import standard_normal
+from megarl.rollout.diffusers import sampler
 from megarl.rollout.diffusers.engine import DiffusersEngine
 from megarl.rollout.diffusers.request import Denoising, ImageRequest
 from megarl.rollout.diffusers.sampler import Trajectory, advance
-from tests.closeness import TOLERANCE, relative_error
+from tests.closeness import LOSS_FLOOR, assert_close, assert_matches, close_to, expected
 from tests.tiny_denoiser import MODELS
-from tests.tiny_image_model import SHIFT
+from tests.tiny_image_model import SHIFT, draw, load_pipeline
 
 ODE = Denoising(height=16, width=24, num_steps=5, shift=SHIFT)
 WINDOW = replace(ODE, guidance=2.5, sde_steps=range(1, 3))
@@ -45,55 +48,70 @@ def generate(engine: DiffusersEngine, requests: Sequence[ImageRequest]) -> list[
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
-def test_ode_samples_match_diffusers_pipeline(engine, pipeline, name, guidance):
+def test_ode_samples_match_diffusers_pipeline(folder, engine, pipeline, name, guidance):
     requests = [
         replace(request, returns_image=True) for request in requests_for(replace(ODE, guidance=guidance), count=2)
     ]
-    for request, sample in zip(requests, generate(engine, requests), strict=True):
-        start = standard_normal(request.seed, request.sample_id, "start", (4, 8, 12))
-        # For Z-Image, diffusers' guidance scale is megarl's minus 1. The tiny model has fewer positions than usual.
-        options = dict(guidance_scale=guidance - 1, max_sequence_length=96)
-        options = options if name == "Z-Image" else dict(guidance_scale=guidance)
+    # For Z-Image, diffusers' guidance scale is megarl's minus 1. The tiny model has fewer positions than usual.
+    options = dict(guidance_scale=guidance - 1, max_sequence_length=96)
+    options = options if name == "Z-Image" else dict(guidance_scale=guidance)
+
+    def drawn(pipeline: Any, request: ImageRequest, output_type: str) -> Any:
+        start = standard_normal(request.seed, request.sample_id, "start", (1, 4, 8, 12)).to(torch.get_default_dtype())
         common = dict(prompt=request.prompt.text, height=16, width=24, num_inference_steps=5, **options)
-        latents = pipeline(**common, latents=start[None], output_type="latent").images[0]
-        assert relative_error(torch.tensor(sample.final), latents) < TOLERANCE
-        [image] = pipeline(**common, latents=start[None], output_type="pil").images
-        difference = np.asarray(image).astype(int) - sample.image
+        [image] = draw(pipeline, **common, latents=start, output_type=output_type)
+        return image
+
+    def plain() -> dict[str, torch.Tensor]:
+        pipeline = load_pipeline(folder)
+        return {request.sample_id: drawn(pipeline, request, "latent") for request in requests}
+
+    samples = generate(engine, requests)
+    assert_matches({sample.id: torch.tensor(sample.final) for sample in samples}, plain, "latents")
+    for request, sample in zip(requests, samples, strict=True):
+        difference = np.asarray(drawn(pipeline, request, "pil")).astype(int) - sample.image
         assert sample.image.shape == (16, 24, 3) and np.abs(difference).max() <= 1
         assert (len(sample.steps), len(sample.latents), len(sample.logprobs)) == (0, 0, 0)
 
 
+def results(samples: Sequence[LatentSample]) -> dict[str, torch.Tensor]:
+    names = ("latents", "final", "logprobs")
+    return {f"{name} of {sample.id}": torch.tensor(getattr(sample, name)) for sample in samples for name in names}
+
+
+def one_by_one(folder: Path, requests: Sequence[ImageRequest]) -> dict[str, torch.Tensor]:
+    """Return the results of an engine that computes one sample at a time in the default dtype."""
+    engine = DiffusersEngine(folder, f"{torch.get_default_dtype()}".removeprefix("torch."), 1, loads_weights=True)
+    engine.hold(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "standard_normal", lambda *args: standard_normal(*args).to(torch.get_default_dtype()))
+        return results([sample for request in requests for sample in generate(engine, [request])])
+
+
 def test_samples_do_not_depend_on_the_batch(folder, engine):
     requests = requests_for(WINDOW, count=5)
+    exact, alone = expected(lambda: one_by_one(folder, requests))
     together = generate(engine, requests)
     reversed_order = generate(engine, requests[::-1])[::-1]
-    single = DiffusersEngine(folder, "float32", max_batch=1, loads_weights=True)
-    single.hold(0)
-    alone = [sample for request in requests for sample in generate(single, [request])]
-    for samples in (reversed_order, alone):
-        for sample, expected in zip(samples, together, strict=True):
-            assert sample.id == expected.id
-            for name in ("latents", "final"):
-                actual, reference = (torch.tensor(getattr(item, name)) for item in (sample, expected))
-                assert relative_error(actual, reference) < TOLERANCE
-            assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    for samples in (together, reversed_order):
+        assert [sample.id for sample in samples] == [request.sample_id for request in requests]
+        assert_close(results(samples), exact, alone, "engine's")
     assert len({sample.final.tobytes() for sample in together}) == len(together)
 
 
-def test_requests_join_samples_in_progress(engine):
+def test_requests_join_samples_in_progress(folder, engine):
     """A request that arrives between two steps gives the same sample as one that is alone."""
     first, second = requests_for(WINDOW, count=2)
 
-    async def overlapping() -> LatentSample:
+    async def overlapping() -> list[LatentSample]:
         earlier = asyncio.ensure_future(engine.generate([first]))
         while engine.num_unfinished([first.sample_id]) < 3:
             await asyncio.sleep(0)
-        [sample] = await engine.generate([second])
+        samples = await engine.generate([second])
         await earlier
-        return sample
+        return samples
 
-    sample, [alone] = asyncio.run(overlapping()), generate(engine, [second])
-    assert relative_error(torch.tensor(sample.final), torch.tensor(alone.final)) < TOLERANCE
+    assert_close(results(asyncio.run(overlapping())), *expected(lambda: one_by_one(folder, [second])), "engine's")
 
 
 def test_noise_depends_on_seed_sample_and_step_only():
@@ -151,13 +169,17 @@ def test_log_probs_are_those_of_the_stored_latents(kind, noise_level):
     sample = denoise(model, denoising)
     assert sample.latents.dtype == np.float32 and sample.latents.shape == (5, 4, 100, 100)
     assert sample.steps.tolist() == [0, 1, 2, 3]
+    latents = torch.tensor(sample.latents)
     for i, log_prob in enumerate(sample.logprobs):
-        x, x_next = torch.tensor(sample.latents[i : i + 2]).double()
         sigma, sigma_next, second = (torch.tensor([sample.sigmas[k]]) for k in (i, i + 1, 1))
         step = transition(kind, noise_level, sigma, sigma_next, second)
-        mu = mean(step, x[None], model.velocity(x, sigma.item())[None])[0]
-        expected = torch.distributions.Normal(mu, step.std).log_prob(x_next).mean()
-        assert log_prob == pytest.approx(expected.item(), abs=1e-5)
+
+        def plain(i=i, sigma=sigma, step=step) -> float:
+            x, x_next = latents[i : i + 2].to(torch.get_default_dtype())
+            mu = mean(step, x[None], model.velocity(x, sigma.item())[None])[0]
+            return torch.distributions.Normal(mu, step.std.to(mu.dtype)).log_prob(x_next).mean().item()
+
+        assert log_prob == close_to(*expected(plain), LOSS_FLOOR)
         # The expected log-density of a Gaussian is its negative entropy.
         assert log_prob == pytest.approx(-0.5 * math.log(2 * math.pi * math.e * step.std.item() ** 2), abs=0.02)
 
