@@ -21,7 +21,7 @@ from tests.distributed.test_vision import VisionReference, assert_same_outcome, 
 from tests.lora_reference import MergedReference, PeftReference, write_adapters
 from tests.marks import exhaustive_but
 from tests.parity import assert_same_training, branching_group, canonical, plain_training, random_groups
-from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_experts, write_tiny_llama
 from tests.transformer_engine_training import Trained, train_all
 
 NAMES = MODELS.keys() - {
@@ -71,7 +71,7 @@ def adapted(tmp_path_factory) -> dict[str, Adapted]:
     by_name["zero-centered norms"] = Adapted(
         linear, lora.keys_of(adapters), partial(lora.dense_reference, linear, adapters)
     )
-    experts = write_tiny_experts(path / "experts", num_layers=4)
+    experts = write_tiny_experts(path / "experts", num_layers=4, vocab_size=SHARDED_VOCAB)
     for name, shares in lora.FACTORS.items():
         factors = lora.random_factors(experts, shares)
         keys = lora.keys_of(lora.write_factors(path / name, experts, factors, shares), shares)
