@@ -21,7 +21,7 @@ from tests.distributed.test_vision import VisionReference, assert_same_outcome, 
 from tests.lora_reference import MergedReference, PeftReference, write_adapters
 from tests.marks import exhaustive_but
 from tests.parity import assert_same_training, branching_group, canonical, plain_training, random_groups
-from tests.tiny_model import SHARDED_VOCAB, write_tiny_experts, write_tiny_llama
+from tests.tiny_model import write_tiny_experts, write_tiny_llama
 from tests.transformer_engine_training import Trained, train_all
 
 NAMES = MODELS.keys() - {
@@ -36,6 +36,8 @@ IN_TEST = {
 }
 """Models and adapters that together cover all parts. `make test-exhaustive` runs the others."""
 
+GROUPS = [*random_groups(0), branching_group(0)]
+"""The samples on which tests/transformer_engine_training.py trains."""
 ADAPTED = "dense", "zero-centered norms", *lora.FACTORS
 
 APART = {"Qwen3", "DeepSeek-V3, YaRN"}
@@ -71,7 +73,7 @@ def adapted(tmp_path_factory) -> dict[str, Adapted]:
     by_name["zero-centered norms"] = Adapted(
         linear, lora.keys_of(adapters), partial(lora.dense_reference, linear, adapters)
     )
-    experts = write_tiny_experts(path / "experts", num_layers=4, vocab_size=SHARDED_VOCAB)
+    experts = write_tiny_experts(path / "experts", num_layers=4)
     for name, shares in lora.FACTORS.items():
         factors = lora.random_factors(experts, shares)
         keys = lora.keys_of(lora.write_factors(path / name, experts, factors, shares), shares)
@@ -127,7 +129,7 @@ def test_training_matches_transformers(request, name):
     folder, result = (request.getfixturevalue(f"{prefix}{what}")[name] for what in ("folders", "trained"))
     assert result.kernels.startswith("Transformer Engine layers, Transformer Engine's FusedAdam")
     assert not result.quantized
-    plain = plain_training(folder, [[*random_groups(0), branching_group(0)]], kl_coefficient=0.0)
+    plain = plain_training(folder, [GROUPS], kl_coefficient=0.0)
     assert_same_training(folder, [result.rank], plain)
 
 
@@ -137,7 +139,7 @@ def test_adapters_match_peft_and_plain_torch(request, adapted, name):
     result = request.getfixturevalue("trained" if name in IN_TEST else "other_trained")[name]
     assert result.kernels.startswith("Transformer Engine layers")
     case = adapted[name]
-    plain = expected(lambda: lora.outcome_of(case.reference(), lora.UPDATES[:1]))
+    plain = expected(lambda: lora.outcome_of(case.reference(), [GROUPS]))
     lora.assert_same(case.folder, [result.rank], plain)
 
 
@@ -166,8 +168,7 @@ def test_windows_and_sinks_use_our_attention(trained, folders, case):
     prompts."""
     result, folder = trained[case], folders[dense_gpt_oss.NAME]
     assert result.kernels.startswith("Transformer Engine layers") and not result.attended
-    groups = [*random_groups(0), branching_group(0)]
-    assert_same_training(folder, [result.rank], plain_training(folder, [groups], kl_coefficient=0.0))
+    assert_same_training(folder, [result.rank], plain_training(folder, [GROUPS], kl_coefficient=0.0))
 
 
 @pytest.mark.parametrize("recipe", FP8)
