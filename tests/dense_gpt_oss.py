@@ -13,8 +13,10 @@ from megarl.models import families, huggingface, unsupported
 from tests.tiny_model import write_tiny_model
 
 NAME = "dense_gpt_oss"
+VOCAB = 500
+"""Megatron pads it to 512 rows, so that each rank of TP2 and TP4 has tokens."""
 SIZES: dict[str, Any] = dict(
-    vocab_size=128,
+    vocab_size=VOCAB,
     hidden_size=48,
     num_attention_heads=8,
     num_key_value_heads=4,

@@ -39,7 +39,7 @@ from tests.parity import (
     rank_batches,
     reduced_gradients,
 )
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_model
 
 KL = 0.3
 CONTEXT = 64
@@ -260,7 +260,7 @@ class World:
     def make(cls, folder: Path) -> World:
         """Build the world with a float64 model."""
         write_experts(folder)
-        groups = random_groups(0)
+        groups = random_groups(0, SHARDED_VOCAB)
         groups[1] = [(sample, 0.5) for sample, _ in groups[1]]  # an uninformative group
         samples = [sample for group in groups for sample, _ in group]
         generator = torch.Generator().manual_seed(3)
@@ -387,7 +387,7 @@ def write_experts(folder: Path) -> None:
     write_tiny_model(
         folder,
         "qwen3_moe",
-        vocab_size=128,
+        vocab_size=SHARDED_VOCAB,
         hidden_size=64,
         num_attention_heads=2,
         num_key_value_heads=2,

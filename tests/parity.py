@@ -93,19 +93,20 @@ def config_of(folder: Path, *overrides: str) -> Config:
     )
 
 
-def random_groups(seed: int) -> list[Group]:
-    """Return groups with lengths from 1 to the maximum (48 + 16), masks with holes, and one empty mask."""
+def random_groups(seed: int, vocab: int = 100) -> list[Group]:
+    """Return groups with lengths from 1 to the maximum (48 + 16), masks with holes, and one empty mask. Token ids are
+    below `vocab`."""
     source = random.Random(seed)
     groups = []
     for i in range(3):
-        prompt = Prompt(f"{i}", "", tuple(source.randrange(6, 100) for _ in range(source.choice([1, 5, 48]))))
+        prompt = Prompt(f"{i}", "", tuple(source.randrange(6, vocab) for _ in range(source.choice([1, 5, 48]))))
         group = []
         for k in range(4):
             n = [1, 16, 7, source.randrange(2, 16)][k]
             mask = tuple(source.random() < 0.8 for _ in range(n)) if k else (True,)
             mask = (False,) * n if (i, k) == (1, 2) else mask
             # Exclude the padding token, for whose embedding transformers computes no gradient.
-            ids = tuple(source.randrange(1, 100) for _ in range(n))
+            ids = tuple(source.randrange(1, vocab) for _ in range(n))
             sample = Sample(f"{i}.{k}", prompt, ids, (-1.0,) * n, mask, (VersionRun(0, n),), "stop", "")
             group.append((sample, source.choice([0.0, 0.5, 1.0]) if k else 1.0 + i))
         groups.append(group)
@@ -130,16 +131,16 @@ def labelled(groups: list[Group]) -> list[Group]:
     ]
 
 
-def branching_group(seed: int) -> Group:
+def branching_group(seed: int, vocab: int = 100) -> Group:
     """Return a group whose samples extend each other or branch off, as the turns of a rollout do.
 
     Observed tokens, which the policy did not sample, lie between turns. One sample is a prefix of another, and one
-    shares only a few tokens.
+    shares only a few tokens. Token ids are below `vocab`.
     """
     source = random.Random(seed)
 
     def ids(count: int) -> tuple[int, ...]:
-        return tuple(source.randrange(6, 100) for _ in range(count))
+        return tuple(source.randrange(6, vocab) for _ in range(count))
 
     prompt, first, observed, second = Prompt(f"branching {seed}", "", ids(5)), ids(18), ids(4), ids(12)
     responses = [

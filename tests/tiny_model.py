@@ -17,6 +17,9 @@ from megarl.models.families import TRANSFORMERS_TYPES
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD_ID, EOS_ID = 0, 1
+SHARDED_VOCAB = 300
+"""Vocabulary size for tensor parallelism. Megatron pads it to 384 rows with TP3 and to 512 with TP2, so that each rank
+has tokens, and the last also padding. With 128, all ranks but the first would have only padding."""
 # In byte-level BPE, Ċ is a newline and Ġ a space.
 CHARACTERS = "ĊĠ" + string.digits + string.ascii_letters + string.punctuation
 CHAT_TEMPLATE = (

@@ -54,12 +54,12 @@ from tests.parity import (
     random_groups,
     rank_batches,
 )
-from tests.tiny_model import add_mtp_layer, write_tiny_llama, write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, add_mtp_layer, write_tiny_llama, write_tiny_model
 
-UPDATES = [random_groups(seed) for seed in range(3)]
+UPDATES = [random_groups(seed, SHARDED_VOCAB) for seed in range(3)]
 SAVED_AFTER = 2
 # With these sizes, Megatron pads its buffers between parameters and at the end.
-SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4)
+SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4, vocab_size=SHARDED_VOCAB)
 PAIRS = {
     "PP2 and 1 process": ("pp: 2", ""),
     "TP2 and 1 process": ("tp: 2", ""),
@@ -111,7 +111,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(
         tmp_path_factory.mktemp("experts"),
         "qwen3_moe",
-        vocab_size=128,
+        vocab_size=SHARDED_VOCAB,
         hidden_size=32,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -37,8 +37,8 @@ from tests.parity import RankResult, canonical, config_of, local_batch, random_g
 from tests.parity import train as trained
 from tests.tiny_model import write_tiny_model
 
-GROUPS = random_groups(0)
-SIZES = DENSE | dict(vocab_size=131, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
+SIZES = DENSE | dict(vocab_size=301, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
+GROUPS = random_groups(0, SIZES["vocab_size"])
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], str]] = {
     # The model, the layout of the written checkpoint, and the layout under which it is loaded.
     "Qwen2, tied: PP2, VPP2 and TP2": ("qwen2", dict(tie_word_embeddings=True), dict(pp=2, vpp=2), "tp: 2"),

@@ -34,9 +34,11 @@ from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import Group, RankResult, local_batch, random_groups, whole_tensors
 from tests.ppo_reference import PpoReference
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_llama
 
-GROUPS = random_groups(0) + [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(1)]
+GROUPS = random_groups(0, SHARDED_VOCAB) + [
+    [(renamed(sample), reward) for sample, reward in group] for group in random_groups(1, SHARDED_VOCAB)
+]
 BATCH = "batch={prompts_per_step: 6, prompts_per_update: 2, epochs: 3}"
 NUMBER = 5
 """Number of the step."""
@@ -115,7 +117,7 @@ def train_step(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, num_layers=4, intermediate_size=96)
-    actor = write_tiny_llama(tmp_path_factory.mktemp("actor"), **sizes)
+    actor = write_tiny_llama(tmp_path_factory.mktemp("actor"), **sizes, vocab_size=SHARDED_VOCAB)
     return {"actor": actor, "critic": write_critic(tmp_path_factory.mktemp("critic"), actor)}
 
 

@@ -35,9 +35,10 @@ from tests.parity import (
     random_groups,
     train,
 )
-from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_experts, write_tiny_llama
 
-UPDATES = [random_groups(seed) for seed in range(2)]  # in the second update, the policy differs from its reference
+# In the second update, the policy differs from its reference.
+UPDATES = [random_groups(seed, SHARDED_VOCAB) for seed in range(2)]
 SOURCE = random.Random(3)
 TOKEN_REWARDS = {
     sample.id: [SOURCE.gauss(0.3, 1) for _ in sample.response_ids]
@@ -73,12 +74,12 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("dense"), num_heads=4, num_kv_heads=2)
+    return write_tiny_llama(tmp_path_factory.mktemp("dense"), num_heads=4, num_kv_heads=2, vocab_size=SHARDED_VOCAB)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> Path:
-    return write_tiny_experts(tmp_path_factory.mktemp("experts"))
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), vocab_size=SHARDED_VOCAB)
 
 
 @cache

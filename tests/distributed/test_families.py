@@ -24,12 +24,12 @@ from tests.parity import (
     rank_batches,
     train,
 )
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_model
 
-GROUPS = random_groups(0)
+GROUPS = random_groups(0, SHARDED_VOCAB)
 
 DENSE = dict(
-    vocab_size=128,
+    vocab_size=SHARDED_VOCAB,
     hidden_size=48,
     num_attention_heads=6,
     num_key_value_heads=3,
@@ -49,7 +49,7 @@ LLAMA3_ROPE = dict(
 MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
 QWEN3_MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
 DEEPSEEK = dict(
-    vocab_size=128,
+    vocab_size=SHARDED_VOCAB,
     hidden_size=48,
     num_attention_heads=4,
     num_key_value_heads=4,
@@ -71,7 +71,7 @@ DEEPSEEK = dict(
     routed_scaling_factor=2.5,
 )
 GATED_DELTA = dict(
-    vocab_size=128,
+    vocab_size=SHARDED_VOCAB,
     hidden_size=48,
     num_attention_heads=4,
     num_key_value_heads=2,
@@ -89,7 +89,7 @@ GATED_DELTA_EXPERTS = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=28
 )
 GLM = dict(
-    vocab_size=128,
+    vocab_size=SHARDED_VOCAB,
     hidden_size=48,
     num_attention_heads=6,
     num_key_value_heads=2,
@@ -116,7 +116,7 @@ KIMI = ONE_GROUP | dict(
 )
 YARN = dict(rope_type="yarn", rope_theta=1e3, factor=4.0, original_max_position_embeddings=16, beta_fast=4, beta_slow=1)
 GPT_OSS = dict(
-    vocab_size=128,
+    vocab_size=SHARDED_VOCAB,
     hidden_size=48,
     num_attention_heads=8,
     num_key_value_heads=4,

@@ -16,7 +16,7 @@ from tests.closeness import Expected
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import Group, Outcome, assert_same_training, config_of, plain_training, random_groups, train
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_llama
 
 MANY_MICROBATCHES = "actor.tokens_per_microbatch=64"
 LAYOUTS = {
@@ -35,8 +35,7 @@ TRUNCATED_LAYOUTS = {
 
 @pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.exhaustive)])
 def folder(request, tmp_path_factory) -> Path:
-    """Three heads and three KV heads, which TP3 divides. Megatron pads the vocabulary to 384 rows, so each rank has
-    tokens."""
+    """Three heads and three KV heads, which TP3 divides."""
     return write_tiny_llama(
         tmp_path_factory.mktemp("model"),
         num_heads=3,
@@ -44,12 +43,12 @@ def folder(request, tmp_path_factory) -> Path:
         hidden_size=96,
         num_layers=4,
         intermediate_size=96,
-        vocab_size=300,
+        vocab_size=SHARDED_VOCAB,
         tied=request.param == "tied",
     )
 
 
-UPDATES = [random_groups(seed) for seed in range(2)]
+UPDATES = [random_groups(seed, SHARDED_VOCAB) for seed in range(2)]
 
 
 @cache
@@ -72,7 +71,7 @@ def truncated(groups: list[Group], seed: int) -> list[Group]:
     source = random.Random(seed)
 
     def kept(sample: Sample) -> CandidateIds:
-        return CandidateIds.of([source.sample(range(100), source.randrange(6)) for _ in sample.response_ids])
+        return CandidateIds.of([source.sample(range(SHARDED_VOCAB), source.randrange(6)) for _ in sample.response_ids])
 
     return [
         [(dataclasses.replace(s, candidate_ids=kept(s)) if source.random() < 0.8 else s, reward) for s, reward in group]
@@ -80,7 +79,7 @@ def truncated(groups: list[Group], seed: int) -> list[Group]:
     ]
 
 
-TRUNCATED = [truncated(random_groups(seed), seed) for seed in range(2)]
+TRUNCATED = [truncated(random_groups(seed, SHARDED_VOCAB), seed) for seed in range(2)]
 
 
 @cache

@@ -28,12 +28,12 @@ from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
 from tests.parity import RankResult
 from tests.timing import WAIT_S
-from tests.tiny_model import write_tiny_llama, write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_llama, write_tiny_model
 
 COPIED_AFTER = 2
 """Number of updates before the copy. Another update follows it."""
 
-SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4)
+SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4, vocab_size=SHARDED_VOCAB)
 KEYS = {
     "TP2, SP": ("actor.layout={tp: 2, sequence_parallel: true}",),
     "PP2, DP2, bfloat16": ("actor.layout={pp: 2, dp: 2}", "model.dtype=bfloat16"),

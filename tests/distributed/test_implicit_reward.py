@@ -26,10 +26,10 @@ from tests.parity import (
     rank_batches,
     whole_tensors,
 )
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_llama
 
 BETA, COEFFICIENT = 0.5, 2.0  # a large beta, so that log-sigmoid is not linear
-STEPS = [random_groups(0), random_groups(1)]
+STEPS = [random_groups(0, SHARDED_VOCAB), random_groups(1, SHARDED_VOCAB)]
 LAYOUTS = {
     "1 process": "{}",
     "TP3, sequence parallel": "{tp: 3, sequence_parallel: true}",
@@ -42,7 +42,12 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return write_tiny_llama(
-        tmp_path_factory.mktemp("model"), num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96
+        tmp_path_factory.mktemp("model"),
+        num_heads=3,
+        num_kv_heads=3,
+        hidden_size=96,
+        intermediate_size=96,
+        vocab_size=SHARDED_VOCAB,
     )
 
 

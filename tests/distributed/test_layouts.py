@@ -20,10 +20,10 @@ from tests.parity import (
     random_groups,
     train,
 )
-from tests.tiny_model import write_tiny_experts, write_tiny_llama, write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_experts, write_tiny_llama, write_tiny_model
 
 # In the second update, the policy differs from its reference.
-UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
+UPDATES = [[*random_groups(seed, SHARDED_VOCAB), branching_group(seed, SHARDED_VOCAB)] for seed in range(2)]
 KL = 0.05
 DENSE = {
     "DP2": "dp: 2",
@@ -55,11 +55,9 @@ LATENT = {
     "PP2, VPP2": "pp: 2, vpp: 2",
     "CP2, EP2": "cp: 2, ep: 2",
 }
-VOCAB = 300
-"""With TP2, Megatron pads the vocabulary to 512 rows, so that both ranks have tokens. With 128, one would have all."""
 CONTEXT = 64
 SIZES = dict(
-    vocab_size=128,
+    vocab_size=SHARDED_VOCAB,
     hidden_size=64,
     num_attention_heads=4,
     num_hidden_layers=4,
@@ -81,13 +79,13 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Path:
-    sizes = dict(num_heads=4, num_kv_heads=2, num_layers=4, vocab_size=VOCAB)
+    sizes = dict(num_heads=4, num_kv_heads=2, num_layers=4, vocab_size=SHARDED_VOCAB)
     return write_tiny_llama(tmp_path_factory.mktemp("dense"), **sizes, tied=False)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> Path:
-    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4, vocab_size=VOCAB)
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4, vocab_size=SHARDED_VOCAB)
 
 
 @pytest.fixture(scope="module")

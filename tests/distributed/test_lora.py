@@ -56,10 +56,10 @@ from tests.parity import (
     separate_experts,
     whole_tensors,
 )
-from tests.tiny_model import add_mtp_layer, write_tiny_experts, write_tiny_llama, write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, add_mtp_layer, write_tiny_experts, write_tiny_llama, write_tiny_model
 from tests.unit.api.test_convert import convert
 
-UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
+UPDATES = [[*random_groups(seed, SHARDED_VOCAB), branching_group(seed, SHARDED_VOCAB)] for seed in range(2)]
 KL, RANK, ALPHA = 0.05, 3, 6
 DENSE = {
     "one process": "dp: 1",
@@ -141,7 +141,7 @@ def whole_factors(ranks: list[AdapterResult], what: str) -> dict[str, torch.Tens
 
 
 def write_dense(folder: Path) -> Path:
-    return write_tiny_llama(folder, num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
+    return write_tiny_llama(folder, num_heads=4, num_kv_heads=2, num_layers=4, tied=False, vocab_size=SHARDED_VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def write_gated_delta(folder: Path) -> Path:
     return write_tiny_model(
         folder,
         "qwen3_5_text",
-        vocab_size=128,
+        vocab_size=SHARDED_VOCAB,
         hidden_size=64,
         intermediate_size=96,
         num_attention_heads=4,
@@ -227,7 +227,7 @@ def test_recompute_and_communication_variants(dense, dense_adapters, dense_outco
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> Path:
-    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4)
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4, vocab_size=SHARDED_VOCAB)
 
 
 FACTORS = {"own factors": False, "shared factors": True}
@@ -280,7 +280,7 @@ def test_experts_with_biases(tmp_path, factors):
     folder = write_tiny_model(
         tmp_path / "model",
         "gpt_oss",
-        vocab_size=128,
+        vocab_size=SHARDED_VOCAB,
         hidden_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -325,7 +325,7 @@ def assert_same(folder: Path, ranks: list[AdapterResult], outcome) -> None:
 
 def resumed_update(worker: ActorWorker, config: Config) -> dict[str, torch.Tensor]:
     """Run a third update. Return the factors after it and the weights that engines would receive."""
-    batch = own_batch(config, worker, random_groups(2), None)
+    batch = own_batch(config, worker, random_groups(2, SHARDED_VOCAB), None)
     worker.keep_log_probs("reference", batch)
     worker.update(batch)
     worker.end_step()
@@ -465,7 +465,7 @@ def test_initial_adapters_are_equal_in_every_layout(dense, tmp_path):
 def exported(store, rank: int, config: Config, folder: Path) -> tuple[Holder, dict[str, torch.Tensor]]:
     """Run an update. Return the rank's holder and tensors for an export."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    worker.update(own_batch(config, worker, random_groups(0), None))
+    worker.update(own_batch(config, worker, random_groups(0, SHARDED_VOCAB), None))
     worker.end_step()
     is_whole = config.actor.lora.export == "merged"
     holder = worker.holder if is_whole else worker.adapters.holder
@@ -491,7 +491,7 @@ def export(config: Config, folder: Path, out: Path) -> Path:
 @pytest.fixture(scope="module")
 def experts_alone(tmp_path_factory) -> Path:
     """Experts in every layer, because PEFT ignores the adapters of dense layers in a model with experts."""
-    return write_tiny_experts(tmp_path_factory.mktemp("experts"), dense_layers=())
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), dense_layers=(), vocab_size=SHARDED_VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,9 @@ def test_mtp_layer_is_kept_with_adapters(tmp_path, case):
 
 def test_adapters_merge_only_into_their_base_model(dense, tmp_path):
     _, checkpoint = saved(config_of(dense, f"actor.lora.rank={RANK}"), dense, tmp_path / "run")
-    other = write_tiny_llama(tmp_path / "other", num_heads=4, num_kv_heads=2, num_layers=4, tied=False, seed=1)
+    other = write_tiny_llama(
+        tmp_path / "other", num_heads=4, num_kv_heads=2, num_layers=4, tied=False, seed=1, vocab_size=SHARDED_VOCAB
+    )
     with pytest.raises(
         UserError,
         match=rf"^{other}: the adapters in .* were trained on different base weights.* pass --hf .* base model$",

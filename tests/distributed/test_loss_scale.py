@@ -15,7 +15,7 @@ from tests.distributed.test_optimizer import state_of, updates_with_factors
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import config_of, local_batch, random_groups, rank_batches
-from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_experts, write_tiny_llama
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Scaled:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_heads=4, num_kv_heads=2)
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_heads=4, num_kv_heads=2, vocab_size=SHARDED_VOCAB)
 
 
 def float16(folder: Path, scale: float, window: int, *overrides: str) -> Config:
@@ -44,7 +44,9 @@ def scaled_updates(store, rank: int, config: Config, folder: Path, seeds: list[i
     worker = ActorWorker(config, folder, rank, store, threads=1)
     are_skipped, scales = [], []
     for seed in seeds:
-        batch = local_batch(rank_batches(config, worker.packing, random_groups(seed))[worker.data_parallel_rank])
+        batch = local_batch(
+            rank_batches(config, worker.packing, random_groups(seed, SHARDED_VOCAB))[worker.data_parallel_rank]
+        )
         before = worker._skipped.total
         metrics = worker.update(batch)
         worker.end_step()
@@ -90,7 +92,7 @@ def test_overflows_halve_the_scale_and_leave_no_trace(folder, layout):
 
 @pytest.mark.exhaustive
 def test_expert_optimizer_has_the_same_scale(tmp_path):
-    folder = write_tiny_experts(tmp_path, num_layers=2)
+    folder = write_tiny_experts(tmp_path, num_layers=2, vocab_size=SHARDED_VOCAB)
     config = float16(folder, 2.0**36, 100, "actor.layout={dp: 2, ep: 2}")
     ranks = run_ranks(2, scaled_updates, config, folder, [0] * 24)
     alone = run_ranks(1, scaled_updates, float16(folder, ranks[0].scales[-1], 100), folder, [0])

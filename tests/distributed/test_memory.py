@@ -30,12 +30,12 @@ from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import config_of
 from tests.samples import training_ref
-from tests.tiny_model import add_mtp_layer, write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, add_mtp_layer, write_tiny_model
 
 NUM_DOCUMENTS, PROMPT, RESPONSE, HIDDEN = 4, 20, 44, 128
 """Number of documents, and mean numbers of tokens."""
 MODEL = dict(
-    vocab_size=128,
+    vocab_size=SHARDED_VOCAB,
     hidden_size=HIDDEN,
     num_attention_heads=4,
     num_key_value_heads=2,

@@ -36,9 +36,9 @@ from tests.parity import (
     train,
     whole_tensors,
 )
-from tests.tiny_model import add_mtp_layer, write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, add_mtp_layer, write_tiny_model
 
-GROUPS = random_groups(0)
+GROUPS = random_groups(0, SHARDED_VOCAB)
 CASES = {
     "GLM-4.6: TP2, SP, EP2, ETP1": ("glm4_moe", GLM, "tp: 2, sequence_parallel: true, ep: 2, etp: 1"),
     "DeepSeek-V3: PP2": ("deepseek_v3", DEEPSEEK, "pp: 2, first_stage_layers: 2"),
@@ -108,7 +108,7 @@ def test_trained_mtp_layer_matches_reference(tmp_path, case):
         for name, gradient in one.gradients.items():
             assert ".mtp." in name or torch.equal(gradient, other.gradients[name]), name
         assert not one.metrics or one.metrics["policy/loss"] == other.metrics["policy/loss"]
-    updates = (GROUPS, random_groups(1))
+    updates = (GROUPS, random_groups(1, SHARDED_VOCAB))
     ranks = trained(folder, layout, TRAINED, *overrides, updates=updates)
     exact, plain = expected(lambda: reference_outcome(folder, tmp_path / "deeper", updates))
     measured = sum(rank.metrics["mtp/loss"].value for rank in ranks if rank.metrics)

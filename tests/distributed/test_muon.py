@@ -37,15 +37,15 @@ from tests.parity import (
     random_groups,
     train,
 )
-from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_experts, write_tiny_llama
 from tests.transformer_engine_training import train_all
 
 DECAY, MOMENTUM = 0.5, 0.9
 MUON = f"actor.optimizer={{name: muon, weight_decay: {DECAY}, momentum: {MOMENTUM}}}"
 # The momentum of the second update differs from its gradient.
-UPDATES = [random_groups(seed) for seed in range(2)]
+UPDATES = [random_groups(seed, SHARDED_VOCAB) for seed in range(2)]
 # With these sizes, Megatron pads its buffers between parameters, and ranges end within rows.
-SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4)
+SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4, vocab_size=SHARDED_VOCAB)
 
 DENSE = {
     "1 process": "",
@@ -116,7 +116,7 @@ def bfloat16(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> Path:
-    return write_tiny_experts(tmp_path_factory.mktemp("experts"))
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), vocab_size=SHARDED_VOCAB)
 
 
 def plain_training(folder: Path, updates: list[list[Group]] = UPDATES) -> Expected[Outcome]:
@@ -163,7 +163,7 @@ def test_transformer_engine_updates_other_parameters(dense, experts, tmp_path):
     trained = train_all(tmp_path, cases)
     for name, folder in (("dense", dense), ("experts", experts)):
         assert "Transformer Engine's FusedAdam" in trained[name].kernels
-        plain = plain_training(folder, [[*random_groups(0), branching_group(0)]])
+        plain = plain_training(folder, [[*random_groups(0, SHARDED_VOCAB), branching_group(0, SHARDED_VOCAB)]])
         assert_same_training(folder, [trained[name].rank], plain)
 
 
@@ -238,7 +238,7 @@ def test_optimizer_is_offloaded_with_one_moment_per_matrix(dense):
     for (freed, num_parameters, weights), other in zip(
         run_ranks(2, offload_and_reload, config, dense), reference, strict=True
     ):
-        vocabulary = 2 * 128 * SIZES["hidden_size"]
+        vocabulary = 2 * SHARDED_VOCAB * SIZES["hidden_size"]
         size = (8 * num_parameters + 4 * vocabulary) / 2  # norms are negligible
         assert size * 0.98 <= freed["optimizer"] <= size * 1.1
         assert weights == other

@@ -29,7 +29,7 @@ from megarl.step.dispatch import dispatch
 from tests.closeness import assert_close, close_to, expected, load
 from tests.forked import run_ranks
 from tests.parity import EPS, LR, RankResult, config_of, local_batch, whole_tensors
-from tests.tiny_model import EOS_ID, tiny_tokenizer, write_tiny_llama
+from tests.tiny_model import EOS_ID, SHARDED_VOCAB, tiny_tokenizer, write_tiny_llama
 
 LAYOUTS = {
     "1 process": "{}",
@@ -229,7 +229,7 @@ EVERYWHERE = ("SFT", "reward model", "process reward model", "DPO, smoothed and 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2, vocab_size=SHARDED_VOCAB)
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,15 @@ from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.parity import canonical, config_of, local_batch, random_groups, rank_batches, train
-from tests.tiny_model import write_tiny_llama, write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_llama, write_tiny_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A model with biases, which are not decayed."""
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), model_type="qwen2", num_kv_heads=2, num_layers=2)
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("model"), model_type="qwen2", num_kv_heads=2, num_layers=2, vocab_size=SHARDED_VOCAB
+    )
 
 
 def scheduled(folder: Path, *overrides: str) -> Config:
@@ -57,7 +59,7 @@ def reference_weights(folder: Path, config: Config, updates: list) -> dict[str, 
 @pytest.mark.parametrize("layout", [[], ["actor.layout.dp=2"]], ids=["1 process", "DP2"])
 def test_decay_and_schedule_equal_plain_torch(folder, layout):
     config = scheduled(folder, *layout)
-    updates = [random_groups(seed) for seed in range(3)]
+    updates = [random_groups(seed, SHARDED_VOCAB) for seed in range(3)]
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates)
     exact, plain = expected(lambda: reference_weights(folder, config, updates))
     assert_close(canonical(folder, ranks, "weights"), exact, plain, "weight")
@@ -101,7 +103,9 @@ def updates_with_factors(store, rank: int, config: Config, folder: Path, factors
     worker = ActorWorker(config, folder, rank, store, threads=1)
     plain, outcomes = ActorWorker.loss, []
     for seed, factor in enumerate(factors):
-        batch = local_batch(rank_batches(config, worker.packing, random_groups(seed))[worker.data_parallel_rank])
+        batch = local_batch(
+            rank_batches(config, worker.packing, random_groups(seed, SHARDED_VOCAB))[worker.data_parallel_rank]
+        )
         is_spoiled = [any(item.sample.id == SPOILED_SAMPLE for item in members) for members in batch.members]
         multiples = iter([factor if spoiled else 1.0 for spoiled in is_spoiled])
 
@@ -163,7 +167,7 @@ def test_skipped_update_leaves_router_biases_unchanged(tmp_path):
 
 def test_skipped_updates_do_not_affect_later_ones(folder):
     config = scheduled(folder, "actor.layout.dp=2")
-    updates = [random_groups(seed) for seed in range(3)]
+    updates = [random_groups(seed, SHARDED_VOCAB) for seed in range(3)]
     skipping = run_ranks(2, train_skipping, config, folder, updates)
     plain = run_ranks(2, train, config, folder, updates)
     for actual, reference in zip(skipping, plain, strict=True):

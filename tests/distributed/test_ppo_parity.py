@@ -39,7 +39,7 @@ from tests.parity import (
     whole_tensors,
 )
 from tests.ppo_reference import PpoReference, PpoSettings, SharedTrunkReference
-from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_experts, write_tiny_llama
 
 TokenScores = dict[str, dict[str, torch.Tensor]]
 """Field of TokenBatch -> sample id -> one number per response token."""
@@ -76,6 +76,7 @@ def actor(tmp_path_factory) -> Path:
         hidden_size=96,
         num_layers=4,
         intermediate_size=96,
+        vocab_size=SHARDED_VOCAB,
     )
 
 
@@ -209,7 +210,7 @@ def plain_ppo(
 
 def steps_of(seeds: tuple[int, ...]) -> list[list[list[Group]]]:
     """Return steps of one update each."""
-    return [[random_groups(seed)] for seed in seeds]
+    return [[random_groups(seed, SHARDED_VOCAB)] for seed in seeds]
 
 
 @cache
@@ -256,7 +257,7 @@ EXPERTS = {
 
 @pytest.mark.parametrize("layouts", exhaustive_but(EXPERTS, "actor EP2 TP2 ETP1, critic EP2 PP2"))
 def test_mixtures_of_experts_equal_plain_torch(tmp_path, layouts):
-    actor = write_tiny_experts(tmp_path / "actor")
+    actor = write_tiny_experts(tmp_path / "actor", vocab_size=SHARDED_VOCAB)
     critic = write_critic(tmp_path / "critic", actor)
     config = ppo_config(actor, critic, EXPERTS[layouts], EVERYTHING)
     check(config, actor, critic, EVERYTHING, 0, 1)
@@ -283,7 +284,7 @@ def test_actor_and_critic_support_separate_lambdas(actor, critic, layouts):
     ],
 )
 def test_token_and_turn_rewards_reach_both_models(actor, critic, layouts, per):
-    groups = random_groups(0)
+    groups = random_groups(0, SHARDED_VOCAB)
     generator = torch.Generator().manual_seed(11)
     token_rewards = {s.id: torch.randn(len(s.response_ids), generator=generator) for group in groups for s, _ in group}
     if per == "turn":
@@ -303,7 +304,7 @@ def turn_rewards(rewards: torch.Tensor, mask: Sequence[bool]) -> torch.Tensor:
 def test_ranks_without_samples_stay_in_sync(actor, critic):
     """Two samples for three ranks, which happens if the rewards of all other samples fail."""
     config = ppo_config(actor, critic, ("{dp: 3}", "{dp: 3}"), EVERYTHING)
-    steps = [[[random_groups(seed)[0][1:3]]] for seed in range(2)]
+    steps = [[[random_groups(seed, SHARDED_VOCAB)[0][1:3]]] for seed in range(2)]
     ranks = run_both(config, actor, critic, steps, {})
     assert_same_ppo(ranks, actor, critic, plain_ppo(actor, critic, EVERYTHING, steps))
 
@@ -315,8 +316,8 @@ def test_ranks_without_samples_stay_in_sync(actor, critic):
 def test_two_updates_of_one_step_share_their_values(actor, critic, settings):
     """The policy and the critic of the second update have moved since the values were computed."""
     config = ppo_config(actor, critic, ("{pp: 2}", "{dp: 2}"), settings)
-    second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(1)]
-    steps = [[random_groups(0), second]]
+    second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(1, SHARDED_VOCAB)]
+    steps = [[random_groups(0, SHARDED_VOCAB), second]]
     ranks = run_both(config, actor, critic, steps, {})
     assert_same_ppo(ranks, actor, critic, plain_ppo(actor, critic, settings, steps))
 
@@ -346,8 +347,8 @@ def test_value_head_in_a_separate_bucket_is_up_to_date(actor, num_updates):
 
 def value_head_steps(num_updates: int) -> list[list[list[Group]]]:
     """Return two steps, of which the first has `num_updates` updates."""
-    second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(2)]
-    return [[random_groups(0), second][:num_updates], [random_groups(1)]]
+    second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(2, SHARDED_VOCAB)]
+    return [[random_groups(0, SHARDED_VOCAB), second][:num_updates], [random_groups(1, SHARDED_VOCAB)]]
 
 
 def value_head_config(actor: Path, layout: str, *overrides: str) -> Config:

@@ -21,7 +21,7 @@ from megarl.megatron.optimizer import parts_of
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
 from tests.parity import RankResult, canonical, config_of, local_batch, random_groups, rank_batches, train
-from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_experts, write_tiny_llama
 
 ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Unit roundoff: maximum relative rounding error of a number."""
@@ -29,7 +29,7 @@ ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2, vocab_size=SHARDED_VOCAB)
 
 
 UNITS = {"bfloat16": 8, "float16": 16}
@@ -42,7 +42,7 @@ float16, because small factors lose digits.
 def test_gradients_of_two_byte_models_track_float32(folder, dtype, dp):
     """Gradient accumulation does not round. With float16, the loss is scaled, and the gradients are compared
     unscaled."""
-    updates = [random_groups(0)]
+    updates = [random_groups(0, SHARDED_VOCAB)]
     scale = ["actor.megatron_overrides.optimizer.initial_loss_scale=1024.0"] if dtype == "float16" else []
     gradients = {}
     for name, overrides in (("float32", []), (dtype, scale)):
@@ -63,7 +63,7 @@ def rounded(folder: Path, dtype: torch.dtype, **sizes: Any) -> Path:
     """Write a tiny model in the dtype, with a few weights set to 0 and to powers of 2, below which the rounding cells
     are narrower. Return its folder.
     """
-    write_tiny_llama(folder, **{"num_kv_heads": 2, **sizes})
+    write_tiny_llama(folder, **{"num_kv_heads": 2, "vocab_size": SHARDED_VOCAB, **sizes})
     weights = {name: weight.to(dtype) for name, weight in load_file(folder / "model.safetensors").items()}
     weights[MLP][:, :4] = torch.tensor([0.0, 0.25, -0.25, 2.0**-20])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -139,7 +139,7 @@ def test_initial_main_weights_are_equal_in_every_layout(rounded_folder, layout):
 
 def test_initial_main_weights_are_equal_with_experts_or_frozen(tmp_path):
     """Experts have a separate optimizer under EP, and frozen parameters have no main weights."""
-    folder = write_tiny_experts(tmp_path, num_layers=4)
+    folder = write_tiny_experts(tmp_path, num_layers=4, vocab_size=SHARDED_VOCAB)
     weights = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     frozen = "actor.frozen=['*embed_tokens*', 'model.layers.1.*']"
@@ -177,7 +177,7 @@ def small_updates(store, rank: int, config: Config, folder: Path, num_updates: i
         return {name: p.main_param.detach().view_as(p).clone() for name, p in live.items()}
 
     before, main_before = parameters(), main()
-    batch = local_batch(rank_batches(config, worker.packing, random_groups(0))[0])
+    batch = local_batch(rank_batches(config, worker.packing, random_groups(0, SHARDED_VOCAB))[0])
     metrics = [worker.update(batch) for _ in range(num_updates)]
     return Updated(before, main_before, parameters(), main(), metrics)
 

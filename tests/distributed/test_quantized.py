@@ -20,10 +20,10 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from tests.forked import run_ranks
 from tests.parity import config_of
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_model
 
 SIZES = dict(
-    vocab_size=128,
+    vocab_size=SHARDED_VOCAB,
     hidden_size=192,
     num_attention_heads=6,
     num_key_value_heads=2,

@@ -19,7 +19,7 @@ from megarl.rewards.model_reward import classifier_reward
 from tests.closeness import Expected, assert_close, expected, load
 from tests.forked import run_ranks
 from tests.parity import config_of, local_batch, random_groups
-from tests.tiny_model import tiny_tokenizer, write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, tiny_tokenizer, write_tiny_llama
 
 LAYOUTS = {
     "1 process": "{}",
@@ -49,7 +49,12 @@ def write_classifier(folder: Path, actor: Path, kind: str) -> torch.nn.Module:
 @pytest.fixture(scope="module", params=CLASSES)
 def reward_model(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     actor = write_tiny_llama(
-        tmp_path_factory.mktemp("actor"), num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96
+        tmp_path_factory.mktemp("actor"),
+        num_heads=3,
+        num_kv_heads=3,
+        hidden_size=96,
+        intermediate_size=96,
+        vocab_size=SHARDED_VOCAB,
     )
     folder = tmp_path_factory.mktemp(request.param)
     return folder, write_classifier(folder, actor, request.param)

@@ -36,7 +36,7 @@ from tests.parity import (
     train,
 )
 from tests.routes import Replayed, ReplayedGrpo, with_routes
-from tests.tiny_model import write_tiny_experts, write_tiny_model
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_experts, write_tiny_model
 
 KL = 0.05
 LAYOUTS = {
@@ -59,13 +59,16 @@ VARIANTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A model whose second layer is dense."""
-    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4)
+    return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4, vocab_size=SHARDED_VOCAB)
 
 
 @cache
 def updates(folder: Path) -> list:
     """Return two updates. In the second, the policy differs from its reference."""
-    return [with_routes(folder, [*random_groups(seed), branching_group(seed)]) for seed in range(2)]
+    return [
+        with_routes(folder, [*random_groups(seed, SHARDED_VOCAB), branching_group(seed, SHARDED_VOCAB)])
+        for seed in range(2)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +123,7 @@ def test_all_but_frozen_routers_are_trained(folder):
 
 
 MANY = dict(
-    vocab_size=128,
+    vocab_size=SHARDED_VOCAB,
     hidden_size=64,
     num_attention_heads=4,
     num_key_value_heads=2,
@@ -163,7 +166,7 @@ def log_probs(store, rank: int, config, folder: Path, groups: list) -> dict[str,
 
 def test_replay_reduces_the_mismatch_with_the_engine(tmp_path):
     folder = write_tiny_model(tmp_path, "qwen3_moe", **MANY)
-    groups = sampled_by_an_engine(folder, random_groups(0))
+    groups = sampled_by_an_engine(folder, random_groups(0, SHARDED_VOCAB))
     [found] = run_ranks(1, log_probs, config_of(folder), folder, groups)
     samples = [sample for group in groups for sample, _ in group]
 

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megarl.config.schema import Config
 from tests.forked import run_ranks
 from tests.parity import config_of, random_groups, train
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_llama
 
 
 @dataclasses.dataclass
@@ -46,7 +46,7 @@ def train_and_watch(store, rank: int, config: Config, folder: Path) -> int:
         return works
 
     p2p_communication._p2p_ops = watched
-    train(store, rank, config, folder, [random_groups(0), random_groups(1)])
+    train(store, rank, config, folder, [random_groups(0, SHARDED_VOCAB), random_groups(1, SHARDED_VOCAB)])
     for send in sends:
         # Megatron does not wait for the last send, because receiving the gradient implies its completion.
         if not send.complete:
@@ -56,6 +56,6 @@ def train_and_watch(store, rank: int, config: Config, folder: Path) -> int:
 
 @pytest.mark.parametrize("layout", ["pp: 2, vpp: 2", "pp: 2, vpp: 2, tp: 2, sequence_parallel: true"])
 def test_virtual_stages_keep_tensors_until_they_are_sent(tmp_path, layout):
-    folder = write_tiny_llama(tmp_path, num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
+    folder = write_tiny_llama(tmp_path, num_heads=4, num_kv_heads=2, num_layers=4, tied=False, vocab_size=SHARDED_VOCAB)
     config = config_of(folder, f"actor.layout={{{layout}}}")
     assert min(run_ranks(config.actor.layout.world_size, train_and_watch, config, folder)) > 0

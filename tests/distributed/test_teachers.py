@@ -32,7 +32,7 @@ from tests.parity import (
     own_batch,
     random_groups,
 )
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_llama
 
 LAYOUTS = {
     "1 process": "{}",
@@ -41,7 +41,7 @@ LAYOUTS = {
     "DP2": "{dp: 2}",
     "CP2": "{cp: 2}",
 }
-GROUPS = random_groups(0)
+GROUPS = random_groups(0, SHARDED_VOCAB)
 SAMPLES = [sample for group in GROUPS for sample, _ in group]
 COEFFICIENT, WEIGHTS = 0.7, {"idle": 2.0, "large": 1.0, "small": 0.5}
 """The idle teacher has no sample of its sources."""
@@ -55,7 +55,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=96, intermediate_size=96)
     larger = dict(num_heads=6, num_kv_heads=3, hidden_size=192, intermediate_size=144, num_layers=4, tied=False)
     kinds = {"student": sizes | {"seed": 0}, "small": sizes | {"seed": 1}, "large": larger | {"seed": 2}}
-    folders = {name: write_tiny_llama(tmp_path_factory.mktemp(name), **keys) for name, keys in kinds.items()}
+    folders = {
+        name: write_tiny_llama(tmp_path_factory.mktemp(name), **keys, vocab_size=SHARDED_VOCAB)
+        for name, keys in kinds.items()
+    }
     return folders | {"idle": folders["small"]}
 
 
@@ -113,7 +116,7 @@ def test_log_probs_match_transformers(folders, layout):
 
 SOURCE = random.Random(7)
 PRIVILEGED = {
-    name: np.array([SOURCE.randrange(6, 100) for _ in range(length)], np.int32)
+    name: np.array([SOURCE.randrange(6, SHARDED_VOCAB) for _ in range(length)], np.int32)
     for name, length in (("0", 30), ("2", 9))
 }
 HINTED = [with_prompt(sample, PRIVILEGED[sample.prompt.id]) for sample in SAMPLES if sample.prompt.id in PRIVILEGED]

@@ -37,6 +37,8 @@ IN_TEST = {
 }
 """Models and adapters that together cover all parts. `make test-exhaustive` runs the others."""
 
+GROUPS = [*random_groups(0), branching_group(0)]
+"""The samples on which tests/transformer_engine_training.py trains."""
 ADAPTED = "dense", "zero-centered norms", *lora.FACTORS
 
 APART = {"Qwen3", "DeepSeek-V3, YaRN"}
@@ -143,7 +145,7 @@ def test_adapters_match_peft_and_plain_torch(request, adapted, name):
     result = request.getfixturevalue("trained" if name in IN_TEST else "other_trained")[name]
     assert result.kernels.startswith("Transformer Engine layers")
     case = adapted[name]
-    plain = expected(lambda: lora.outcome_of(case.reference(), lora.UPDATES[:1]))
+    plain = expected(lambda: lora.outcome_of(case.reference(), [GROUPS]))
     lora.assert_same(case.folder, [result.rank], plain)
 
 

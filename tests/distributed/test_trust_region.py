@@ -17,9 +17,9 @@ from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.marks import exhaustive_but
 from tests.parity import EPS, LR, TEMPERATURE, RankResult, canonical, config_of, own_batch, random_groups
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_llama
 
-GROUPS = random_groups(0)
+GROUPS = random_groups(0, SHARDED_VOCAB)
 ITERATIONS, DAMPING = 5, 0.1
 
 
@@ -128,7 +128,7 @@ def train_one(store, rank: int, config: Config, folder: Path) -> RankResult:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     sizes = dict(num_heads=3, num_kv_heads=3, hidden_size=48, num_layers=2, intermediate_size=48)
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), **sizes)
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), **sizes, vocab_size=SHARDED_VOCAB)
 
 
 CASES = {

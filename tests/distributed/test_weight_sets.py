@@ -11,12 +11,12 @@ from megarl.config.schema import Config
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
 from tests.parity import config_of, local_batch, random_groups, rank_batches
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import SHARDED_VOCAB, write_tiny_llama
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2)
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2, vocab_size=SHARDED_VOCAB)
 
 
 def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> dict[str, torch.Tensor]:
@@ -24,7 +24,9 @@ def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> 
     worker = ActorWorker(config, folder, rank, store, threads=1)
     scored = []
     for seed in range(2):
-        batch = local_batch(rank_batches(config, worker.packing, random_groups(seed))[worker.data_parallel_rank])
+        batch = local_batch(
+            rank_batches(config, worker.packing, random_groups(seed, SHARDED_VOCAB))[worker.data_parallel_rank]
+        )
         if with_passes:
             worker.keep_log_probs("reference", batch)
             scored.append(torch.cat(list(worker._kept.pop("reference").values())))
@@ -41,7 +43,9 @@ def ratios(store, rank: int, config: Config, folder: Path) -> list[float]:
     update.
     """
     worker = ActorWorker(config, folder, rank, store, threads=1)
-    batch = local_batch(rank_batches(config, worker.packing, random_groups(0))[worker.data_parallel_rank])
+    batch = local_batch(
+        rank_batches(config, worker.packing, random_groups(0, SHARDED_VOCAB))[worker.data_parallel_rank]
+    )
 
     def largest() -> float:
         for policy in ("old", "reference"):

@@ -17,7 +17,7 @@ from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import Outcome, assert_same_training, branching_group, config_of, plain_training, random_groups, train
 
-GROUPS = [*random_groups(0), branching_group(0)]
+GROUPS = [*random_groups(0, dense_gpt_oss.VOCAB), branching_group(0, dense_gpt_oss.VOCAB)]
 """Samples that share prompts and turns, most of them longer than the window."""
 
 LAYOUTS = {
