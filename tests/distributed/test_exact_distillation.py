@@ -86,7 +86,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         "untied": sizes | {"seed": 0, "tied": False},
         "small": sizes | {"seed": 1},
         "short": sizes | {"seed": 3, "vocab_size": SHORT_VOCAB},
-        "large": larger | {"seed": 2, "tied": False, "vocab_size": VOCAB + 172},
+        "large": larger | {"seed": 2, "tied": False, "vocab_size": 2 * VOCAB},
     }
     folders = {name: write_tiny_llama(tmp_path_factory.mktemp(name), **keys) for name, keys in kinds.items()}
     experts = write_tiny_experts(tmp_path_factory.mktemp("experts"), vocab_size=VOCAB)
