@@ -38,7 +38,7 @@ BEHIND := nice -n 10
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        lint, then test-runs, test-ranks and test-units in parallel (25 minutes on 2 cores)"
+	@echo "make test        lint, then test-runs, test-ranks and test-units in parallel (15 minutes on 2 cores)"
 	@echo "make test-all    all tests that need no GPU and have not passed yet, for a clean tree; writes .ci/verified"
 	@echo "make test-runs   end-to-end runs, which start Ray and engines"
 	@echo "make test-ranks  distributed tests in one process tree"
