@@ -14,8 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megarl.config.algorithm_schema import Distillation
 from megarl.core import device
 from megarl.megatron.model.head import LogProbHead, TeacherDivergence
-from megarl.models.folder import read_config
-from megarl.models.shape import ModelShape
+from megarl.models.folder import read_config, vocab_size
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, output_rows_holder
 from megarl.resharding.planning.planner import make_plan
@@ -37,7 +36,7 @@ def prepare_divergence(
         own = partial(torch.empty, num_rows, head.input_size, dtype=dtype, device=device.device())
         weights = [own() if folder is None else _load_rows(folder, first, num_rows, dtype) for folder in folders]
         vocab_sizes = [
-            head.vocab_size if folder is None else min(head.vocab_size, _vocab_size(folder)) for folder in folders
+            head.vocab_size if folder is None else min(head.vocab_size, vocab_size(folder)) for folder in folders
         ]
     head.teachers = TeacherDivergence(distillation.divergence, distillation.beta, weights, vocab_sizes)
 
@@ -49,10 +48,6 @@ def copy_output_weight(model: GPTModel, number: int) -> None:
     head: Any = model.output_layer
     is_tied = model.share_embeddings_and_output_weights
     head.teachers.weights[number].copy_(model.shared_embedding_or_output_weight() if is_tied else head.weight)
-
-
-def _vocab_size(folder: Path) -> int:
-    return ModelShape.of(read_config(folder)).vocab
 
 
 def _load_rows(folder: Path, first: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megarl.core.errors import UserError, install_extra
 from megarl.core.files import read_foreign_object
 from megarl.models.config_types import wrong_type
 from megarl.models.eagle import flattened
+from megarl.models.families import completed
 from megarl.models.huggingface import dequantized
 from megarl.models.multimodal import text_config
 from megarl.models.peft import CONFIG, DIFFUSERS
@@ -138,6 +139,11 @@ def read_local_config(
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of the model's config.json. Raise a UserError if the file is corrupt."""
     return read_config_file(folder / "config.json")
+
+
+def vocab_size(folder: Path) -> int:
+    """Return the number of rows in the model's embedding."""
+    return completed(read_config(folder))["vocab_size"]
 
 
 def is_dequantized(folder: Path) -> bool:

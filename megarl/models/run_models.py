@@ -13,7 +13,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.denoiser import DenoiserShape, is_denoiser, pixels_per_latent
 from megarl.models.families import completed
-from megarl.models.folder import DRAFT_KEY, ModelNotLocal, read_config, read_local_config, resolve
+from megarl.models.folder import DRAFT_KEY, ModelNotLocal, read_config, read_local_config, resolve, vocab_size
 from megarl.models.huggingface import Experts, experts, linear_attention, untrained_part
 from megarl.models.peft import check_adapter_config
 from megarl.models.rules import (
@@ -242,7 +242,7 @@ def _teachers(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> dict
 
 def _check_vocabulary(key: str, path: str, folder: Path, actor: Path) -> None:
     """Raise a UserError if the model's embedding has fewer rows than the actor's and lacks a token of the tokenizer."""
-    size, actors_size = (completed(read_config(each))["vocab_size"] for each in (folder, actor))
+    size, actors_size = map(vocab_size, (folder, actor))
     largest = max(load_tokenizer(actor).get_vocab().values())
     if largest >= size < actors_size:
         raise UserError(

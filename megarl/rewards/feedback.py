@@ -24,8 +24,7 @@ from megarl.core.sample import Sample
 from megarl.core.score import ENVIRONMENT
 from megarl.data.chat import prompt_ids
 from megarl.data.typed_tokens import typed_tokens
-from megarl.models.families import completed
-from megarl.models.folder import read_config
+from megarl.models.folder import vocab_size
 from megarl.models.tokenizer import load_tokenizer
 from megarl.rewards.result import Result
 from megarl.usercode.feedback import join_feedback
@@ -112,4 +111,4 @@ class FeedbackPrompts:
 
     @cached_property
     def _vocab_size(self) -> int:
-        return completed(read_config(self._folder))["vocab_size"]
+        return vocab_size(self._folder)

@@ -46,8 +46,7 @@ from megarl.environments.registry import answer_check
 from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import try_rewards
 from megarl.models.denoiser import shape_of
-from megarl.models.families import completed
-from megarl.models.folder import read_config
+from megarl.models.folder import read_config, vocab_size
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.trained_model import policy_hf_config
@@ -234,13 +233,13 @@ def _load_prompts(config: Config, model_folder: Path, pool: FunctionPool | None)
 def _require_embeddings(model_folder: Path, rows: Iterable[tuple[str, NDArray[np.int32]]]) -> None:
     """Raise UserError if a row has a token that was added to the tokenizer but not to the model. `rows`: name and token
     ids of each row."""
-    vocab_size = completed(read_config(model_folder))["vocab_size"]
+    num_rows = vocab_size(model_folder)
     for name, ids in rows:
-        if len(ids) and (largest := int(ids.max())) >= vocab_size:
+        if len(ids) and (largest := int(ids.max())) >= num_rows:
             token = load_tokenizer(model_folder).convert_ids_to_tokens(largest)
             raise UserError(
                 f"{name}: the tokenizer of {model_folder} has the token {token!r} ({largest}), but the model has only "
-                f"{vocab_size} embeddings. Fix: resize the model's embeddings, or remove the token from the tokenizer"
+                f"{num_rows} embeddings. Fix: resize the model's embeddings, or remove the token from the tokenizer"
             )
 
 

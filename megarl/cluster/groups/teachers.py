@@ -26,8 +26,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.sample import SampleRef, prompt_checksum
 from megarl.data.packing import Packing
-from megarl.models.families import completed
-from megarl.models.folder import read_config
+from megarl.models.folder import vocab_size
 
 if TYPE_CHECKING:
     from megarl.data.prompts import PromptSet
@@ -137,7 +136,7 @@ class TeacherGroup(RankGroup):
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
         super().__init__(session, _config_of(config, teacher), "teachers", folder, processes)
         self.role, self.scores = f"teacher {teacher.name}", teacher.scores
-        self.prompts = ScoredPrompts(teacher, vocab_size=_vocab_size(folder))
+        self.prompts = ScoredPrompts(teacher, vocab_size=vocab_size(folder))
 
     @remote(timeout="passes", join=join_by_sample)
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
@@ -185,7 +184,7 @@ class TeacherEngineGroup(ScoringEngineGroup):
     def __init__(self, session: Session, config: Config, teacher: Teacher, folder: Path, processes: Sequence[Process]):
         self.role, self.scores = f"{teacher.name} teacher", teacher.scores
         super().__init__(session, _config_of(config, teacher), folder, processes, "teachers")
-        self.prompts = ScoredPrompts(teacher, vocab_size=_vocab_size(folder))
+        self.prompts = ScoredPrompts(teacher, vocab_size=vocab_size(folder))
 
     def score_tokens(
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
@@ -203,10 +202,6 @@ class TeacherEngineGroup(ScoringEngineGroup):
 def _config_of(config: Config, teacher: Teacher) -> Config:
     """Return the config for the teacher's processes, which read its layout from section `teachers`."""
     return config.model_copy(update={"teachers": config.teachers.for_ranks_of(teacher)})
-
-
-def _vocab_size(folder: Path) -> int:
-    return completed(read_config(folder))["vocab_size"]
 
 
 PlacedTeacher = TeacherGroup | TeacherEngineGroup
