@@ -10,15 +10,19 @@ import pytest
 from _pytest.mark import ParameterSet
 
 
-def exhaustive_but(cases: Iterable[Any], *kept: str) -> list[Any]:
-    """Mark all cases but `kept` as exhaustive. They keep their other marks."""
-    params = [case if isinstance(case, ParameterSet) else pytest.param(case) for case in cases]
-    names = [case.values[0] for case in params]
-    assert set(kept) <= set(names)
+def exhaustive_but(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Mark all cases but `kept` as exhaustive. They keep their other marks. A tuple is a case with several values."""
+    params = [case if isinstance(case, ParameterSet) else pytest.param(*_values(case)) for case in cases]
+    kept_values = {_values(case) for case in kept}
+    assert kept_values <= {case.values for case in params}
     return [
-        case if name in kept else pytest.param(name, marks=[*case.marks, pytest.mark.exhaustive])
-        for name, case in zip(names, params, strict=True)
+        case if case.values in kept_values else pytest.param(*case.values, marks=[*case.marks, pytest.mark.exhaustive])
+        for case in params
     ]
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    return case if isinstance(case, tuple) else (case,)
 
 
 def every_third(cases: Iterable[Any]) -> list[Any]:

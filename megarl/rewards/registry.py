@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.config import schema
 from megarl.core.errors import UserError
 from megarl.core.user_file import defined_in_file
 from megarl.rewards.choice import choice_match
@@ -26,6 +25,9 @@ from megarl.rewards.reasoning import ReasoningGym
 from megarl.rewards.regex_answer import RegexMatch
 from megarl.rewards.remote_judge import GenerativeJudge
 from megarl.rewards.think_answer import think_answer_format
+
+if TYPE_CHECKING:
+    from megarl.config import schema
 
 RewardFunction = Callable[..., Any]
 """A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list with one such

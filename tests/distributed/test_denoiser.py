@@ -176,7 +176,6 @@ RUNS = {
 CASES = {f"{model}; {run}": (model, *RUNS[run]) for model in MODELS for run in RUNS}
 QUICK = [
     "Z-Image; PP2, DP2; 4 documents per microbatch",
-    "Z-Image; CP2, TP2, SP; 2 documents per microbatch, selective recompute",
     "SD3.5; TP2, PP2, SP; 1 document per microbatch, full recompute",
     "SD3.5; CP2, TP2, SP; 2 documents per microbatch, selective recompute",
 ]

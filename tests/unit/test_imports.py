@@ -359,6 +359,13 @@ def test_reward_process_starts_without_torch() -> None:
     assert "ray" in loaded.split() and {"torch", "vllm", "transformers"}.isdisjoint(loaded.split())
 
 
+def test_processes_of_user_code_import_no_config() -> None:
+    """Building the config's models would double their startup time."""
+    code = "import sys, megarl.environments.host, megarl.rewards.worker; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "megarl.rewards.registry" in loaded.split() and "megarl.config" not in loaded.split()
+
+
 def test_trainer_rank_imports_neither_ray_vllm_nor_compiler() -> None:
     """A single rank must run on a machine that has only torch and megatron-core."""
     code = (
