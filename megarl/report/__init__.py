@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.core.files import replace_text
+from megarl.core.text import counted
 from megarl.report.page import read_contents, render
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
@@ -42,7 +43,7 @@ def resume_hint(folder: RunFolder) -> str:
         return f"The run ended before it completed a step. Restart it with: {command}"
     newest = Checkpoints(folder.checkpoints).latest()
     if newest is None:
-        steps = "1 step" if folder.num_steps == 1 else f"{folder.num_steps} steps"
+        steps = counted(folder.num_steps, "step")
         return f"The run ended after {steps} without a checkpoint. Start over with: {command} run.replace=true"
     return f"The run ended. Resume it from {newest.name} with: {command} resume=auto"
 

@@ -16,3 +16,8 @@ function asText(value) {
 function number(value) {
   return typeof value === "number" ? String(Number(value.toPrecision(4))) : asText(value);
 }
+
+// Returns a number of things, such as "1 step" or "2,000 steps".
+function counted(count, noun) {
+  return count.toLocaleString("en") + " " + noun + (count === 1 ? "" : "s");
+}

@@ -17,8 +17,8 @@ function facts(sample) {
   if (sample.answer !== null) add("answer " + asText(sample.answer));
   if (sample.advantage !== null) add("advantage " + number(sample.advantage));
   if (sample.mean_logprob !== null) add("log-prob " + number(sample.mean_logprob) + " per " + (isImage(sample) ? "denoising step" : "token"));
-  if (sample.num_response_tokens !== null) add(sample.num_response_tokens + " tokens");
-  if (isImage(sample)) add(sample.num_denoising_steps + " denoising steps");
+  if (sample.num_response_tokens !== null) add(counted(sample.num_response_tokens, "token"));
+  if (isImage(sample)) add(counted(sample.num_denoising_steps, "denoising step"));
   if (sample.finish_reason === "length") add("truncated", "cut");
   if (sample.stop_reason && sample.stop_reason !== "length") add(asText(sample.stop_reason));
   const runs = sample.version || [];
@@ -43,7 +43,7 @@ function image(sample) {
 // Returns an image of a prompt. Thumbnails are shared by all steps, because equal images have equal names.
 function promptImage(image) {
   const thumbnail = thumbnails[image.thumbnail];
-  const label = "num_tokens" in image ? image.num_tokens + " tokens" : "image";
+  const label = "num_tokens" in image ? counted(image.num_tokens, "token") : "image";
   if (!thumbnail) {
     const state = image.thumbnail ? "image not shown · " : "image not stored · ";
     return element("span", "prompt-image", [element("span", "", state + label)]);
@@ -115,7 +115,7 @@ function groupSections(samples, scales) {
     const rollout = asText(sample.rollout_id ?? sample.sample_id ?? "");
     return asText([promptOf(sample), rollout.slice(0, Math.max(0, rollout.lastIndexOf(".")))]);
   });
-  const sections = (group) => promptSection("Prompt · " + group.length + " samples", group[0], [beside(group, scales, "pictures")]);
+  const sections = (group) => promptSection("Prompt · " + counted(group.length, "sample"), group[0], [beside(group, scales, "pictures")]);
   const isShown = (part) => thumbnails[part.thumbnail];
   const hasImages = (group) => group.some((sample) => sample.image_uri || (sample.content_parts || []).some(isShown));
   const all = [...groups.values()];
@@ -135,9 +135,9 @@ function stepSections(ordered) {
       strip.prepend(element("h4", "when", "step " + step.step));
       return strip;
     });
-    return promptSection("Prompt · " + row.length + (row.length === 1 ? " step" : " steps"), row[0][1][0], strips);
+    return promptSection("Prompt · " + counted(row.length, "step"), row[0][1][0], strips);
   });
-  return { sections, count: Math.min(MAX_PROMPTS, rows.length) + " of " + rows.length + " prompts" };
+  return { sections, count: Math.min(MAX_PROMPTS, rows.length) + " of " + counted(rows.length, "prompt") };
 }
 
 function matchesFilters(sample) {
@@ -171,7 +171,7 @@ function show() {
   else {
     const samples = ordered(step);
     const all = step.num_samples === step.samples.length ? "" : ", " + step.num_samples + " in the step";
-    count = samples.length + " of " + step.samples.length + " samples" + all;
+    count = samples.length + " of " + counted(step.samples.length, "sample") + all;
     sections = view.value === "groups" ? groupSections(samples, scales) : samples.map((sample) => card(sample, scales));
   }
   document.getElementById("count").textContent = count;

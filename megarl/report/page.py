@@ -20,6 +20,7 @@ from megarl.config import document
 from megarl.config.continuation import Change
 from megarl.core.errors import UserError
 from megarl.core.files import parse_json, read_text
+from megarl.core.text import counted
 from megarl.report.charts import Chart, charts_of, data_json, other_charts, resource, script_json, tokens_per_second
 from megarl.report.evaluations import PREFIX, SetSamples, evaluation_charts, read_evaluations, render_samples
 from megarl.report.history import History, HistoryReader
@@ -249,7 +250,7 @@ def rollout_note(rollouts: Rollouts) -> str:
     omission = f" {num_omitted} of their images {verb} missing or omitted to limit the page's size."
     images = omission if num_omitted else ""
     if not parts:
-        shown = f"This section shows all {kept} samples of the run."
+        shown = f"This section shows all {counted(kept, 'sample')} of the run."
         return f"{shown} Texts are limited to {MAX_CHARACTERS} characters.{images}"
     selection = ", and ".join(parts)
     return (

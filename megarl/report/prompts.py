@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.files import is_plain
+from megarl.core.text import counted
 from megarl.report.images import IS_SMALL, MAX_BYTES, URI, read_image
 from megarl.rewards.prompt_thumbnails import OBSERVATION_IMAGES, PROMPT_IMAGES, thumbnail_path
 
@@ -181,7 +182,7 @@ def render_parts(parts: Iterable[Any]) -> str:
 
 
 def _picture(image: Mapping[str, Any]) -> str:
-    label = f"{image['num_tokens']} tokens" if "num_tokens" in image else "image"
+    label = counted(image["num_tokens"], "token") if "num_tokens" in image else "image"
     if URI not in image:
         state = "not shown" if "thumbnail" in image else "not stored"
         return f'<span class="prompt-image"><span>image {state} · {label}</span></span>'

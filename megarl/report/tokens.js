@@ -111,11 +111,11 @@ function tokenBlocks(sample, color, scales) {
     }
     if (!masked) turn += 1;
     const title = masked ? "masked, not trained on" : "turn " + turn;
-    blocks.push(block(masked ? "read" : "made", title + " · " + (end - begin) + " tokens", nodes));
+    blocks.push(block(masked ? "read" : "made", title + " · " + counted(end - begin, "token"), nodes));
     begin = end;
   }
   const left = (sample.num_response_tokens || 0) - detail.tokens.length;
-  if (left > 0) blocks.push(element("p", "note", left + " more tokens"));
+  if (left > 0) blocks.push(element("p", "note", counted(left, "more token")));
   return blocks;
 }
 

@@ -103,7 +103,12 @@ def test_prompts_have_one_row_of_images_per_step(tab: Tab) -> None:
     choose(tab, "least", "0.7")  # matches only the best samples of the last steps
     [section] = tab.eval(SECTIONS)
     assert section["title"] == "Prompt · 3 steps" and section["steps"] == ["step 2", "step 3", "step 4"]
+    choose(tab, "least", "0.88")  # matches one sample
+    assert [section["title"] for section in tab.eval(SECTIONS)] == ["Prompt · 1 step"]
+    assert tab.eval("document.getElementById('count').textContent") == "1 of 1 prompt"
     choose(tab, "view", "groups")
+    assert [section["title"] for section in tab.eval(SECTIONS)] == ["Prompt · 1 sample"]
+    assert tab.eval("document.getElementById('count').textContent") == "1 of 15 samples"
     assert not tab.eval("stepSelect.disabled || previous.disabled")
 
 

@@ -143,7 +143,8 @@ def test_rollouts_show_turns_tool_calls_and_masked_tokens(page: Path, tmp_path: 
     assert len(elements.texts("sample")) == 6
     # Spans of masked tokens, which the policy only read, separate the turns.
     titles = [text for text in elements.texts("block") if text.startswith(("turn", "masked"))]
-    assert [title.split(" · ")[0] for title in titles[:3]] == ["turn 1", "masked, not trained on", "turn 2"]
+    expected = ("turn 1 · 6 tokensI ask.", "masked, not trained on · 1 token\n42", "turn 2 · 4 tokensIt is 42")
+    assert [title[: len(start)] for title, start in zip(titles[:3], expected, strict=True)] == [*expected]
     assert elements.texts("masked") == ["\n42\n"] * 6
     assert "".join(elements.texts("toolcall")[:3]) == "<tool_call>calc(7*6)</tool_call>"
     assert elements.texts("token")[10] == "<b>!</b>"  # markup in a response stays text

@@ -189,13 +189,13 @@ def test_replaced_thumbnail_is_not_embedded(tmp_path: Path) -> None:
 
 def test_evaluation_has_images_in_prompts_and_messages(tmp_path: Path) -> None:
     file = tmp_path / "step_000001.jsonl"
-    item = prompt("p", f"{ATTACK} ", encoded(RED), f" {ATTACK}")
+    item = prompt("p", f"{ATTACK} ", encoded(RED), f" {ATTACK}", num_tokens=1)
     messages = [{"role": "user", "content": [{"type": "text", "text": ATTACK}, {"type": "image"}]}]
     scored = [(sample("digits.0.0", item, messages), Score(1.0, {})), (sample("digits.0.1", item), Score(0.0, {}))]
     append_rollouts(file, 1, scored, decode=decode)
     html = render_samples(read_evaluations({"digits": {1: file}}))
     assert html.count('<img class="small" src="data:image/png;base64,') == 3
-    assert html.count("<span>30 tokens</span>") == 3
+    assert html.count("<span>1 token</span>") == 3
     assert "<script" not in html and 'onerror="' not in html and html.count("<img") == 3
     before, after = html.split("<img", 2)[:2]
     assert before.count("&lt;script") == 1 and "&lt;script" in after
