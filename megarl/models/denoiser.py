@@ -203,7 +203,8 @@ class StableDiffusion3Shape(DenoiserShape):
         hidden = heads * model["attention_head_dim"]
         if not isinstance(dual, list | tuple) or not all(is_plain(layer, int) for layer in dual):
             raise UserError(
-                f"config.json: dual_attention_layers={shown(dual)}: expected integers. Fix: copy the file again"
+                f"config.json: dual_attention_layers={shown(dual)}: expected a list of integers. Fix: copy the file "
+                "again"
             )
         _refuse(
             model,
@@ -329,6 +330,6 @@ def _check(
 
 def _refuse(model: Mapping[str, Any], is_unsupported: Mapping[str, bool]) -> None:
     """Raise a UserError that names the keys with unsupported values."""
-    if features := [f"{key} {model[key]}" for key, refused in is_unsupported.items() if refused]:
+    if features := [f"{key}={model[key]}" for key, refused in is_unsupported.items() if refused]:
         name = model["_class_name"]
         raise UserError(f"config.json: {', '.join(features)}: not supported for {name}. Fix: use another model")

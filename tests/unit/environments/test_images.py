@@ -239,7 +239,7 @@ def test_only_accepted_images_count_toward_the_limits(folder, monkeypatch):
             read(damaged)
     for file in (FIRST, SECOND, FIRST):
         read(file)
-    with pytest.raises(ImageError, match="bytes of them"):
+    with pytest.raises(ImageError, match="bytes of images"):
         read(ROW)
     assert {name.rpartition("_")[0] for name in threads} == {"images"}
 
