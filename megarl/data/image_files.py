@@ -62,7 +62,7 @@ class ImageFiles:
         self._lock = Lock()
 
     def __len__(self) -> int:
-        """Return the number of different images."""
+        """Return the number of distinct images."""
         return len(self._images)
 
     def add(self, value: Any, folder: Path) -> StoredImage:

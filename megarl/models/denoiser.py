@@ -322,7 +322,7 @@ def _check(
         return isinstance(value, list | tuple) and all(is_plain(item, int) and item > 0 for item in value)
 
     wrong = {key: "a positive integer" for key in counts if not (is_plain(model[key], int) and model[key] > 0)}
-    wrong |= {key: "positive integers" for key in lists if not is_list(model[key])}
+    wrong |= {key: "a list of positive integers" for key in lists if not is_list(model[key])}
     wrong |= {key: "a positive number" for key in numbers if not (is_plain(model[key], float) and model[key] > 0)}
     for key, expected in wrong.items():
         raise UserError(f"config.json: {key}={shown(model[key])}: expected {expected}. Fix: copy the file again")
