@@ -59,8 +59,8 @@ SPANS = OptionalLog("spans of the trace")
 
 
 class Trace:
-    """An attempt's trace: one JSON line per finished task, in the attempt's log folder. It covers at most
-    MAX_PROCESSES processes per task, and the last one or two windows of WINDOW_BYTES."""
+    """An attempt's trace in its log folder: one JSON line for each process that has finished a task, for at most
+    MAX_PROCESSES processes per task. Only the last one or two windows of WINDOW_BYTES are kept."""
 
     def __init__(self, logs: Path):
         self._path = logs / FILE

@@ -151,7 +151,7 @@ def launch_workers(
         engines = engine_group(config)(session, config, models.actor, placement.engines)
         starting["engines"] = engines.start()
         if config.is_colocated and device.on_cuda():
-            _await_starts(starting, elapsed)  # sleeping engines leave memory to the models on shared devices
+            _await_starts(starting, elapsed)  # models on shared devices need the memory that sleeping engines free
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
     rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
     for name, group in (("reward model", reward_model), ("rewards", rewards)):

@@ -1,4 +1,4 @@
-"""The sections of the schema about processes and the devices on which they run."""
+"""The schema of section `cluster`."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def parse_value(text: str) -> Any:
     except yaml.YAMLError as error:
         raise UserError(f"invalid YAML value: {_reason(error)}") from None
     except RecursionError:
-        raise UserError("invalid YAML value: nested too deeply. Fix: correct the value") from None
+        raise UserError("invalid YAML value: nested too deeply. Fix: use fewer levels") from None
 
 
 def read(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""The sections of the schema about rollouts."""
+"""The schema of section `rollout`."""
 
 from __future__ import annotations
 

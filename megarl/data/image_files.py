@@ -62,7 +62,7 @@ class ImageFiles:
         self._lock = Lock()
 
     def __len__(self) -> int:
-        """Return the number of different images."""
+        """Return the number of distinct images."""
         return len(self._images)
 
     def add(self, value: Any, folder: Path) -> StoredImage:
@@ -71,7 +71,7 @@ class ImageFiles:
 
         Args:
             value: a file path or file: URL, a data: URL, bytes or {bytes, path}.
-            folder: absolute path of the data file's folder, to which paths are relative.
+            folder: absolute path of the data file's folder. Relative paths are resolved against it.
         """
         source = _source(value, folder)
         if isinstance(source, Path) and not any(map(source.is_relative_to, (folder, *self._folders))):

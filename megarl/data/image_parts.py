@@ -192,7 +192,7 @@ def _parts(prompt: Content) -> Iterator[Mapping[str, Any]]:
 
 
 def _own_image(part: Mapping[str, Any]) -> Any:
-    """Return the image embedded in a part, or None."""
+    """Return the image that the part itself contains, as a path, a URL or data. Return None for a placeholder."""
     fields = _filled(part)
     url = fields.get("image_url")
     return url["url"] if isinstance(url, Mapping) else fields.get("image", url)

@@ -129,7 +129,8 @@ def _conversation(row: MessageRow, tokenizer: PreTrainedTokenizerBase, config: C
     ids, mask = conversation(tokenizer, row.messages, place)
     if mask[0]:
         raise UserError(
-            f"{place}: the first token of the assistant has no preceding token. Fix: add a prompt, or drop the row"
+            f"{place}: the conversation starts with the assistant, so its first token has no context. Fix: "
+            "add a prompt, or drop the row"
         )
     return [(mask.index(True), (ids, mask), None)]
 

@@ -115,7 +115,8 @@ class RolloutImages:
             num_bytes = self._num_bytes + len(file)
             if len(self._images) >= MAX_IMAGES_PER_ROLLOUT or num_bytes > MAX_BYTES:
                 raise ImageError(
-                    f"the rollout has more than {MAX_IMAGES_PER_ROLLOUT} different images or {MAX_BYTES} bytes of them",
+                    f"the rollout has more than {MAX_IMAGES_PER_ROLLOUT} distinct images, or more than "
+                    f"{MAX_BYTES} bytes of images",
                     "send fewer or smaller images",
                 )
             processor = self._reader.processor
@@ -167,7 +168,7 @@ class RolloutImages:
         return Context(*expand(token_ids, token, [self._images[digest] for digest in digests]))
 
     def require_no_placeholders(self, token_ids: Sequence[int]) -> None:
-        """Raise ImageError if token ids from an environment contain placeholders, for which there are no images."""
+        """Raise ImageError if token ids from an environment contain placeholders, because they come without images."""
         if self._reader is not None and self._reader.token in token_ids:
             raise ImageError("token_ids contain the placeholder of images", "return messages with image parts instead")
 

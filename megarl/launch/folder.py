@@ -38,7 +38,7 @@ class Job:
     """Job settings that every task of the job reads.
 
     Attributes:
-        folder: working directory of `megarl launch`, in which the tasks run.
+        folder: working directory of `megarl launch` and of the tasks.
         nodes: number of nodes per attempt, unless an attempt runs on fewer.
         stalled: number of attempts without a new checkpoint after which the job gives up.
     """

@@ -87,7 +87,7 @@ def listen_for_nodes(report: NodeReport, config: Config) -> Iterator[NodeReport]
         yield replace(report, problems=[*report.problems, str(error)])
         return
     with listener:
-        listener.listen(config.cluster.nodes)  # peers only test that they can connect, for which the backlog suffices
+        listener.listen(config.cluster.nodes)  # no accept: peers only test that they can connect
         yield replace(report, address=listener.getsockname())
 
 

@@ -22,7 +22,7 @@ class Request:
 
     Attributes:
         fewest: minimum number of nodes after nodes are lost. The run then has fewer replicas. None: always all nodes.
-        gpu: GPU type, from which the planner estimates memory and step time.
+        gpu: GPU type for the planner's estimates of memory and step time.
         container: container runtime, one of CONTAINERS.
         command: megarl command on the nodes. None: the command of this Python installation, or `megarl` in a container.
         template: script template. None: megarl's template.

@@ -105,7 +105,7 @@ class Task:
 
 
 def main(run: Path) -> int:
-    """Take part in an attempt at the run in this folder. Return the exit status."""
+    """Run this task of an attempt and return its exit status. Task 0 drives the run, and the other tasks join it."""
     task, folder = Task.of_environment(), JobFolder(run)
     if task.number == 0:
         try:

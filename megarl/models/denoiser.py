@@ -203,7 +203,8 @@ class StableDiffusion3Shape(DenoiserShape):
         hidden = heads * model["attention_head_dim"]
         if not isinstance(dual, list | tuple) or not all(is_plain(layer, int) for layer in dual):
             raise UserError(
-                f"config.json: dual_attention_layers={shown(dual)}: expected integers. Fix: copy the file again"
+                f"config.json: dual_attention_layers={shown(dual)}: expected a list of integers. Fix: copy the file "
+                "again"
             )
         _refuse(
             model,
@@ -321,7 +322,7 @@ def _check(
         return isinstance(value, list | tuple) and all(is_plain(item, int) and item > 0 for item in value)
 
     wrong = {key: "a positive integer" for key in counts if not (is_plain(model[key], int) and model[key] > 0)}
-    wrong |= {key: "positive integers" for key in lists if not is_list(model[key])}
+    wrong |= {key: "a list of positive integers" for key in lists if not is_list(model[key])}
     wrong |= {key: "a positive number" for key in numbers if not (is_plain(model[key], float) and model[key] > 0)}
     for key, expected in wrong.items():
         raise UserError(f"config.json: {key}={shown(model[key])}: expected {expected}. Fix: copy the file again")
@@ -329,6 +330,6 @@ def _check(
 
 def _refuse(model: Mapping[str, Any], is_unsupported: Mapping[str, bool]) -> None:
     """Raise a UserError that names the keys with unsupported values."""
-    if features := [f"{key} {model[key]}" for key, refused in is_unsupported.items() if refused]:
+    if features := [f"{key}={model[key]}" for key, refused in is_unsupported.items() if refused]:
         name = model["_class_name"]
         raise UserError(f"config.json: {', '.join(features)}: not supported for {name}. Fix: use another model")

@@ -90,8 +90,8 @@ def all_model_paths(config: Config) -> dict[str, str]:
 
 
 def resolve_links(config: Config) -> Config:
-    """Return a copy of the config with absolute paths for model folders, in which symlinks are resolved. The link
-    runs/latest moves when the run starts, and workers have different working directories."""
+    """Return a copy of the config with absolute model paths without symlinks. The link runs/latest moves when the run
+    starts, and workers have different working directories."""
     sections = {name: getattr(config, name) for name in MODEL_SECTIONS}
     with_path = {name: section for name, section in sections.items() if section.path is not None}
     updates = {

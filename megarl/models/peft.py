@@ -42,11 +42,12 @@ class AdapterFormat:
     replaced: str = PREFIX
 
     def stored_name(self, tensor: str) -> str:
-        """Return the name of a tensor in this format from its name in PEFT's for text models."""
+        """Return a tensor's name in this format, given its PEFT name for text models."""
         return f"{self.prefix}{tensor.removeprefix(self.replaced)}"
 
     def peft_name(self, stored: str) -> str:
-        """Return the name of a tensor in PEFT's format for text models. A name without the prefix is unchanged."""
+        """Return a tensor's PEFT name for text models, given its name in this format. A name without this format's
+        prefix is returned unchanged."""
         return f"{self.replaced}{stored.removeprefix(self.prefix)}" if stored.startswith(self.prefix) else stored
 
 

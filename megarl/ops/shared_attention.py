@@ -88,8 +88,7 @@ def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
     """Return two masks over blocks of queries × keys, bool [count, count] each: blocks with at least one visible pair,
     and blocks in which all pairs are visible. `ends`, int64 [T], holds the position after the last query that attends
     to each key, and `count` is the number of blocks per dimension."""
-    # Consecutive keys with the same end form a rectangle of queries × keys, of which the part above the diagonal is
-    # masked.
+    # Consecutive keys with the same end form a rectangle of queries × keys. Its part above the diagonal is masked.
     starts = torch.cat((torch.zeros(1, dtype=torch.long), (ends.diff() != 0).nonzero()[:, 0] + 1))
     stops = torch.cat((starts[1:], torch.tensor([len(ends)])))
     begins = torch.stack((starts, starts), 1)

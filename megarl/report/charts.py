@@ -205,8 +205,7 @@ def _ages(history: History) -> Chart:
 
 
 def axes_of(history: History) -> dict[str, np.ndarray]:
-    """Return the position of each step on the x-axes, float64 [S]. An axis is absent if the run does not have its
-    data."""
+    """Return axis name -> each step's position on this x-axis, float64 [S]. Axes without data are omitted."""
     seconds = np.nan_to_num(history[SECONDS])
     rates = np.nan_to_num(history[RATE])
     tokens = np.where(np.isfinite(history[TOKENS]), history[TOKENS], np.round(rates * seconds))

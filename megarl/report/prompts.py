@@ -136,7 +136,7 @@ def _shorten_all(texts: Sequence[str], max_characters: int) -> Iterator[str]:
 
 
 def images_in(samples: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the images in the samples' prompts and messages."""
+    """Yield the image objects in the samples' prompts and turns."""
     for sample in samples:
         for holder in (sample, *sample.get("turns", ())):
             yield from (part for part in holder.get(PARTS, ()) if isinstance(part, dict))

@@ -40,7 +40,8 @@ class Program(Peer):
         sys.stdout = io.TextIOWrapper(self.output, encoding="utf-8", errors="replace", write_through=True)
 
     def load(self, imports):
-        """Run the import statements that succeed, then the program. Return all names in its module."""
+        """Run the import statements, skipping those that raise ImportError, and then the program. Return the names in
+        its module."""
         module = sys.modules["solution"] = self.module
         module.__file__ = self.path
         for line in imports:

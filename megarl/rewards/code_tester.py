@@ -211,7 +211,7 @@ async def awaited(tester, coroutine):
 
 
 class Solution(types.ModuleType):
-    """The module `solution`, from which the tests can import the program's names."""
+    """The module `solution`. Tests can import the program's names from it."""
 
     def __init__(self, tester):
         super().__init__("solution")

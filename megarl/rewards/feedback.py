@@ -73,8 +73,8 @@ class FeedbackPrompts:
                     self._prompts[sources][sample.id] = np.array(ids, np.int32) if is_embedded else None
 
     def take(self) -> dict[str, dict[str, NDArray[np.int32]]]:
-        """Return the prompts, int32 [P], by teacher and sample id. Warn once if no prompt with feedback for a teacher
-        could be extended."""
+        """Remove and return the prompts that `note` has extended, int32 [P], by teacher and sample id. Warn once if a
+        teacher's prompts have feedback but none of them could be extended."""
         taken = {}
         for teacher, sources in self._sources.items():
             prompts = self._prompts.get(sources, {})

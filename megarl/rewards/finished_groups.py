@@ -80,7 +80,7 @@ class FinishedGroups:
         """Wait until the groups of these samples, whose rewards are known, are written. Raise the error of a write that
         failed."""
         for name in {sample.group for sample in samples if isinstance(sample, Sample)}:
-            self._unfinished.pop(name, None)  # this process may have started in the middle of the group
+            self._unfinished.pop(name, None)  # absent if this process started in the middle of the group
             for writes in (self._writing, self._recording):
                 if name in writes:
                     await writes.pop(name)

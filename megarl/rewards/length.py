@@ -32,7 +32,7 @@ class SoftOverlong:
         for name, value, most in (("max_tokens", max_tokens, None), ("buffer", buffer, max_tokens)):
             if not isinstance(value, int) or value < 1 or (most is not None and value > most):
                 bound = "" if most is None else f" up to max_tokens={most}"
-                raise ValueError(f"options.{name}={value!r}: must be a positive integer{bound}. Fix: correct the value")
+                raise ValueError(f"options.{name}={value!r}: not allowed. Fix: use a positive integer{bound}")
         self._max_tokens, self._buffer = max_tokens, buffer
 
     def __call__(self, prompt: str, response: str, answer: Any, *, num_response_tokens: int) -> float:

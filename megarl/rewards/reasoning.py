@@ -60,7 +60,7 @@ class ReasoningGym:
         text, entry = self._extract(response), {"question": prompt, "answer": answer, "metadata": metadata}
         if task == "game_of_life_halting":
             return float(text == answer)
-        # Reject NaN, for which this task's verifier returns min(1.0, NaN), which is 1.0.
+        # Reject NaN: this task's verifier returns min(1.0, NaN), which is 1.0.
         if task == "complex_arithmetic" and "nan" in (text or "").lower():
             return 0.0
         dataset = _dataset(task, json.dumps(options, sort_keys=True))

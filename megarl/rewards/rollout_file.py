@@ -3,7 +3,7 @@
 A line begins with the sample's id and ends with its advantage, which is null until the sample is trained on. The
 advantage is then inserted without parsing the rest of the line, since a response may have a million log-probs. The
 lines of a step's first groups also have per-token details: each token's text and advantage, and the difference between
-the trainer's log-prob and the engine's. These lines contain all token ids, from which `megarl diagnose` recomputes the
+the trainer's log-prob and the engine's. These lines contain all token ids, so that `megarl diagnose` can recompute the
 sample. The line of an image names its file, see `rollout_images`. The images of prompts and observations have
 thumbnails, see `prompt_thumbnails`.
 """
@@ -207,7 +207,7 @@ def _mask_field(sample: Sample) -> dict[str, list[int]]:
     mask = sample.response_mask
     if sample.episode is None and mask.all():
         return {}
-    changes = np.flatnonzero(np.diff(mask, prepend=True))  # a run of length 0 precedes untrained tokens at the start
+    changes = np.flatnonzero(np.diff(mask, prepend=True))  # the first length is 0 if the first token is untrained
     return {"mask": np.diff([0, *changes, len(mask)]).tolist()}
 
 

@@ -121,8 +121,8 @@ class RolloutSchedule(Generic[G]):
         next(started for started in self._started if started.group == group).is_finished = True
 
     def take(self, version: int, wanted: int) -> G | None:
-        """Remove and return a finished group for the step from this version, which still needs `wanted` groups. Return
-        None if the step must wait for an unfinished group."""
+        """Remove and return a finished group for the step that starts from `version` and still needs `wanted` groups.
+        Return None if the step must wait for an unfinished group."""
         for started in self._candidates(version, wanted):
             if started.is_finished:
                 self._started.remove(started)
@@ -134,7 +134,7 @@ class RolloutSchedule(Generic[G]):
         return [started.group for started in self._candidates(version, wanted) if not started.is_finished]
 
     def expire(self, version: int) -> list[G]:
-        """Remove and return the groups that are too old for a step from this version."""
+        """Remove and return the groups that are too old for the step that starts from `version`."""
         expired = [started for started in self._started if started.latest < version]
         self._started = [started for started in self._started if started.latest >= version]
         return [started.group for started in expired]

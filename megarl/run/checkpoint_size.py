@@ -115,7 +115,8 @@ def _adapter_bytes(config: Config, layout: Layout, lora: Lora, hf_config: Mappin
 
 
 def _holder(config: Config, layout: Layout, hf_config: Mapping[str, Any], tp: int, etp: int) -> Holder:
-    """Return the weights on the first of `tp` ranks with all layers and experts, and the vocabulary of `layout`."""
+    """Return the first rank's weights in a layout with only tensor parallelism, `tp` and `etp`. The vocabulary is
+    padded as in `layout`."""
     rank_layout = layout.model_copy(update=ONE_PROCESS | {"tp": tp, "etp": etp})
     multiple = VOCABULARY_MULTIPLE * layout.tp // tp
     return megatron_holder(hf_config, rank_layout, 0, dtype=config.model.dtype, vocab_multiple=multiple)

@@ -391,7 +391,7 @@ def _first_row(config: Config, data: PromptSet | OfflineData) -> str:
 
 
 def _distinct_images(data: PromptSet | OfflineData) -> str:
-    """Return the number of distinct images in the data, and the mean and maximum number of their tokens."""
+    """Describe the distinct images in the data: how many there are, and their mean and maximum number of tokens."""
     by_digest = {image.digest: image.num_tokens for images in data.row_images.rows for image in images}
     counts = by_digest.values()
     if not counts:

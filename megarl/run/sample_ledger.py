@@ -93,7 +93,7 @@ class SampleLedger:
         sync(self.path.parent)
 
     def refit(self, step: int, weights: Mapping[str, Any]) -> None:
-        """Record a refit with the weights after `step`, other than the step's own refit."""
+        """Record the first refit of an attempt, with the weights after `step`."""
         self._append("refit", step, {"weights": weights})
 
     def step(self, step: int, record: Record, weights: Mapping[str, Any] | None = None) -> None:

@@ -127,9 +127,9 @@ def step_seconds(
 ) -> Seconds:
     """Attribute an interval with a step to causes. The sum is the interval's length times the number of devices.
 
-    The driver's phases divide the interval. In each phase, a device computes, or waits for the longest rollouts or for
-    the devices of other roles. A phase is recorded when it is complete, so time outside phases before the end of the
-    last recovery is work that is repeated.
+    The interval consists of the driver's phases. In each phase, a device computes, or waits for the longest rollouts or
+    for the devices of other roles. A phase is recorded when it is complete, so time outside phases before the end of
+    the last recovery is work that is repeated.
 
     Args:
         spans: spans of the trace. Of the driver's overlapping ones, the one that began last counts.

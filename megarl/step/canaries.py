@@ -40,7 +40,7 @@ GREEDY, SAMPLED = "greedy", "sampled"
 KINDS = (GREEDY, SAMPLED)
 
 TEXTS = ("The capital of France is", "12 + 30 =", "def add(a, b):", "A triangle has three sides, and a square")
-"""Prompts for runs without a prompt data set, in which an environment provides the tasks."""
+"""Prompts for runs whose tasks come from an environment instead of a data set."""
 
 IMAGE_TEXT, IMAGE_SIZES = "Describe the image:", ((96, 64), (50, 120))
 """Text before a synthetic image, and the images' widths and heights in pixels."""

@@ -21,7 +21,7 @@ from megarl.step.state import PendingPrompt
 
 AFTER, RECORD = "after_{:06d}", "record.json"
 """Folder for the groups that finish after the checkpoint of a step (0: before the first one), and the file in it that
-records the config, data, code and weights, from which a later attempt decides whether it can use these groups."""
+records the config, data, code and weights. From these, a later attempt decides whether it can use the groups."""
 
 
 @dataclass(slots=True)

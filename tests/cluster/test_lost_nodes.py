@@ -1,6 +1,6 @@
-"""Jobs of a real Slurm cluster that lose a node and have no spare, or lose the node with the batch script.
+"""Jobs on a real Slurm cluster that lose a node without having a spare, or lose the node with the batch script.
 
-tests/cluster/test_faults.py, which runs every time, replaces a lost node by a spare and requeues the job.
+tests/cluster/test_faults.py, which is not exhaustive, covers a lost node that a spare replaces, and a requeued job.
 """
 
 from __future__ import annotations

@@ -456,8 +456,8 @@ def load(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) 
 
 
 def test_checkpoint_holds_the_weights_at_the_time_of_the_save(model, tmp_path):
-    # Use bfloat16, in which the model's weights differ from the optimizer's main weights. Each rank reads half of the
-    # main weights.
+    # In bfloat16, the model's weights differ from the optimizer's main weights. Each rank reads half of the main
+    # weights.
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     held, checkpoint = saved_by(config, model, tmp_path, function=save_late)
     for loaded, result in zip(run_ranks(2, load, config, model, checkpoint), held, strict=True):
@@ -535,7 +535,7 @@ def load_skipped(store, rank: int, config: Config, model: Path, checkpoint: Chec
 
 
 def test_count_of_skipped_updates_resumes(model, tmp_path):
-    """Without the saved count, a run with NaN gradients that is restarted would stop later or never."""
+    """Without the saved count, a restarted run with NaN gradients would stop later or never."""
     config = config_of(model)
     _, checkpoint = saved_by(config, model, tmp_path, function=save_skipped)
     assert run_ranks(1, load_skipped, config, model, checkpoint) == [(5, 2)]

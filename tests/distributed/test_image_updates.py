@@ -121,7 +121,7 @@ def train(store, rank: int, folder: Path, config: Config) -> RankResult:
 
 
 def train_adapters(store, rank: int, folder: Path, config: Config) -> AdapterResult:
-    """Take a step with one update for each prompt on one rank."""
+    """Take one step on one rank, with one update per prompt."""
     worker = DenoiserWorker(config, folder, rank, store, threads=1)
     return take_steps(worker, own_batches(config, worker))
 

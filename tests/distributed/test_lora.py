@@ -102,7 +102,7 @@ def train_adapters(store, rank: int, config: Config, folder: Path, updates: list
 
 
 def take_steps(worker: ActorWorker, batches: Sequence[LocalBatch]) -> AdapterResult:
-    """Take a step with one update on each batch."""
+    """Take one step, with one update per batch."""
     gradients: dict[str, torch.Tensor] = {}
     step = worker.optimizer.step
 
@@ -235,7 +235,7 @@ FACTORS = {"own factors": False, "shared factors": True}
 
 @pytest.fixture(scope="module")
 def expert_case(tmp_path_factory, request, experts: Path):
-    """Whether experts share factors, the adapters, and their result in plain torch."""
+    """Return whether experts share factors, the folder with the adapters, and the expected outcome in plain torch."""
     shares = FACTORS[request.param]
     factors = random_factors(experts, shares)
     folder = write_factors(tmp_path_factory.mktemp("adapters") / "peft", experts, factors, shares)

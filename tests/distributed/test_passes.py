@@ -61,7 +61,7 @@ def assert_same(ranks: list[dict[str, Gradients]], expected_ranks: list[dict[str
 
 
 def tokens(seed: int) -> dict[str, torch.Tensor]:
-    """Return a number for every response token, by sample."""
+    """Return a random number for each response token, by sample id."""
     generator = torch.Generator().manual_seed(seed)
     samples = [sample for group in random_groups(0) for sample, _ in group]
     return {sample.id: torch.randn(len(sample.response_ids), generator=generator) for sample in samples}

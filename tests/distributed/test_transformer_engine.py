@@ -168,7 +168,7 @@ def test_images_have_positions_of_their_own(trained, folders):
 
 @pytest.mark.parametrize("case", [dense_gpt_oss.NAME, f"{dense_gpt_oss.NAME}, prompts apart"])
 def test_windows_and_sinks_use_our_attention(trained, folders, case):
-    """Transformer Engine has no sinks for packed documents, so its attention is not used even without shared
+    """Transformer Engine does not support sinks with packed documents, so our attention is used even without shared
     prompts."""
     result, folder = trained[case], folders[dense_gpt_oss.NAME]
     assert result.kernels.startswith("Transformer Engine layers") and not result.attended

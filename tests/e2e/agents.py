@@ -1,6 +1,6 @@
 """Tiny initial models for runs in environments: they write well-formed turns, but rarely the right ones.
 
-Each is a random model trained to imitate rollouts with random choices, of which few are right. Its tokenizer has tags
+Each is a random model trained to imitate rollouts with random choices, few of which are right. Its tokenizer has tags
 and names as single tokens, which keeps turns short, and encodes other text character by character.
 """
 

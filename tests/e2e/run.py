@@ -226,8 +226,9 @@ class Run:
         return left
 
     def _unmapped_segments(self) -> set[Path]:
-        """Return unmapped segments and folders created since the start. Segments of other runs are mapped, their
-        folders belong to scratch folders, and those of unit tests are excluded by name."""
+        """Return shared-memory segments and folders that were created since the start and that no process maps. Other
+        runs do not interfere: their segments are mapped, and their folders belong to scratch folders. Those of unit
+        tests are excluded by name."""
         new = set(SHARED_MEMORY.iterdir()) - self._shared_memory
         new = {path for path in new if not (PLACE / path.name).exists()}
         new = {path for path in new if not path.name.removeprefix("sem.").startswith("megarl-test-")}

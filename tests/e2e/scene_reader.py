@@ -83,7 +83,7 @@ def batch(
     guessed: float,
 ) -> dict[str, torch.Tensor]:
     """Return the model's inputs: a conversation about each scene, with questions in random order. Labels are the
-    answers with their end tokens, of which a fraction is guessed."""
+    answers with their end tokens; a fraction of the answers is guessed."""
     images = processor([one.picture for one in scenes], return_tensors="pt")
     rows, labels = [], []
     for one in scenes:

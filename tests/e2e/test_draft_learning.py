@@ -28,7 +28,7 @@ GLM = dict(
 )
 DRAFTS = ("rollout.speculative={method: mtp, tokens: 1}", "rollout.max_new_tokens=8", "checkpoint.every_steps=null")
 HOT = "rollout.temperature=2.0"
-"""High temperature, with which the policy finds the second sequence after it has learned the first."""
+"""High temperature, so that the policy finds the second sequence after it has learned the first."""
 FIRST, SECOND = 30, 30
 """Number of steps that reward the first sequence of digits, and of those that then reward the second."""
 

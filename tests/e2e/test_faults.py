@@ -89,7 +89,7 @@ def check_listens_only_on_loopback(run: Run) -> None:
 
 
 def check_no_default_ports(run: Run) -> None:
-    """Check that no port is one of Ray's defaults, for which concurrent runs would compete."""
+    """Check that no port is one of Ray's defaults, which would conflict between concurrent runs."""
     listening = [c for p in run.processes() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     ports = {socket.laddr.port for socket in listening}
     assert ports and not ports & RAYS_DEFAULTS
@@ -134,7 +134,7 @@ def test_lost_trainer_is_named(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
 def test_lost_engine_is_named_while_waiting_for_rewards(recipe: Path, tmp_path: Path) -> None:
-    # Use two ranks, for which vLLM itself creates processes and shared memory.
+    # With two ranks, vLLM itself creates processes and shared memory.
     with Run(recipe, tmp_path, "rollout.tp=2", vllm=True) as run:
         run.wait_until_held(recipe.parent)
         engine = run.find("ray::EngineActor")

@@ -461,7 +461,7 @@ REPLAYED = [
 """Cases that replay routes. In bfloat16, near-ties of the router would otherwise route some tokens to other experts."""
 FLOAT16 = [("Mistral", 1), ("GLM-4.5-Air", 1)]
 BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2), ("gpt-oss, MXFP4", 1)]
-"""Cases in bfloat16, for which vLLM would pack convolutions for its CPU kernels, and to which MXFP4 is dequantized."""
+"""Cases in bfloat16. For this dtype, vLLM would pack convolutions for its CPU kernels. MXFP4 is dequantized to it."""
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1), ("Qwen3.5, experts", 1), ("GLM-4.6", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 DRAFTING = [("GLM-4.6", 1)]

@@ -104,7 +104,7 @@ class Recipe:
 
 
 def kill(run: Run) -> None:
-    """Kill all processes at once, as the loss of the machine would."""
+    """Kill all processes at once and delete their scratch folders, as if the machine had failed."""
     scratch = run.scratch()
     for process in run.processes():
         process.kill()

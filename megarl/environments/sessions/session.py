@@ -163,7 +163,7 @@ class Session:
             slot = await self.recording.reserve(PlacedTokens(tokens, self._images), key, request.messages, max_turns)
             if not slot.ids:
                 self.recording.release(slot)
-                raise invalid("messages", "the messages have no tokens")
+                raise invalid("messages", "the chat template renders the messages as empty text")
         except ApiError:
             raise
         except TurnLimit:  # concurrent requests have taken the last turns since the check above

@@ -242,7 +242,7 @@ def is_recurrent(config: TransformerConfig) -> bool:
 
 def requires_our_attention(config: TransformerConfig) -> bool:
     """Return whether the model's attention has sliding windows or sinks, so that only our attention can be used.
-    Transformer Engine has no sinks for packed documents."""
+    Transformer Engine does not support sinks with packed documents."""
     return config.window_size is not None or config.softmax_type != "vanilla"
 
 

@@ -119,7 +119,7 @@ def _check_blocks(piece: Piece, shape: tuple[int, ...]) -> None:
     ):
         rectangle = " × ".join(f"{start}:{stop}" for start, stop in piece.canonical_rectangle)
         raise UserError(
-            f"{piece.local}: its part {rectangle} of {piece.canonical} splits fp8 blocks of {BLOCK} × {BLOCK}. Fix: "
+            f"{piece.local}: the slice {rectangle} of {piece.canonical} splits {BLOCK} × {BLOCK} fp8 blocks. Fix: "
             "use a smaller tp, disable fp8, or keep whole experts on each worker (ep=true, or in a recipe "
             "rollout.vllm_overrides={enable_expert_parallel: true})"
         )

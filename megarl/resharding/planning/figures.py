@@ -150,15 +150,15 @@ def _bytes_by_link(plan: Plan) -> dict[str, int]:
 
 
 class _Traffic(NamedTuple):
-    """The neighbors and the number of messages of each rank."""
+    """Each rank's neighbors and number of messages."""
 
     neighbors: list[set[int]]
     operations: list[int]
 
 
 def _traffic(plan: Plan, messages: Sequence[int]) -> _Traffic:
-    """Count the messages that each rank exchanges. `messages` contains each bucket's number of messages per link. If
-    sources and destinations share devices, destinations read sources on their own node without messages."""
+    """Return each rank's neighbors and the number of messages that it exchanges. `messages` contains the number per
+    link for each bucket. If sources and destinations share devices, reads within a node need no messages."""
     traffic = _Traffic([set() for _ in plan.holders], [0] * len(plan.holders))
     for bucket, count in zip((plan.remote if plan.devices else plan).buckets, messages, strict=True):
         for source, destination in (*bucket.links, *bucket.forwards):

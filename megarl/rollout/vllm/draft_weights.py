@@ -1,4 +1,5 @@
-"""Load a draft model's weights from its folder, although rollout engines start without the policy's weights."""
+"""Make vLLM load draft models from their folders. The policy starts with random weights, because refits
+overwrite them, but refits do not write draft models."""
 
 from __future__ import annotations
 

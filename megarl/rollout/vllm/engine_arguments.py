@@ -152,7 +152,7 @@ def rollout_arguments(
         hf_overrides={"head_dtype": head_dtype} | quantization,
         # On GPU, only this MoE backend keeps expert weights unpacked, so that refits can write in place.
         moe_backend="triton" if device.on_cuda() else "auto",
-        # On CPU, vLLM has no sleep mode, and the calls do not release memory.
+        # vLLM has no sleep mode on CPU: sleeping would release no memory.
         enable_sleep_mode=config.sleep and device.on_cuda(),
         seed=seed,
         **routes,

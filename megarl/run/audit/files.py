@@ -209,7 +209,8 @@ def check_evaluations(folder: RunFolder, history: History, budget: float) -> str
 
 
 def _objects(path: Path, num_bytes: float = math.inf) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects in the first bytes of a JSONL file with their line numbers. Skip a partial last line."""
+    """Yield (line number, object) for the complete lines in the first `num_bytes` of a JSONL file. Raise Broken if a
+    line is not an object."""
     with open_regular(path) as file:
         for number, line in enumerate(lines_of(file), 1):
             num_bytes -= len(line)

@@ -18,7 +18,7 @@ def observe(departures: Departures, seconds: dict[str, float] | None = None, **e
 
 
 def test_only_new_errors_count() -> None:
-    """An earlier job may have caused the errors that the device has counted before the run."""
+    """Errors that the device counted before the run may come from an earlier job."""
     departures = Departures()
     before = {"uncorrected memory errors": 3, "pending row remaps": 1}
     assert observe(departures, actor_2=before) == observe(departures, actor_2=before) == {}

@@ -63,7 +63,7 @@ def start(sender: Any, late: Late, logs: Path, scratch: Path) -> None:
 def started(late: Late, logs: Path) -> tuple[Any, list[str]]:
     context = multiprocessing.get_context("spawn")  # spawn, because a session modifies Ray in its process
     receiver, sender = context.Pipe(duplex=False)
-    # Avoid tmp_path, in which socket paths would be too long. Ray may still write for a moment after a failed start.
+    # Avoid tmp_path: socket paths in it would be too long. Ray may still write for a moment after a failed start.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         process = context.Process(target=start, args=(sender, late, logs, Path(scratch)))
         process.start()

@@ -217,7 +217,7 @@ def test_unusable_image_fails_only_its_rollout(folder):
 def test_images_of_a_rollout_are_limited(folder, monkeypatch):
     monkeypatch.setattr(image_module, "MAX_IMAGES_PER_ROLLOUT", 2)
     [sample] = play(folder, "row", says("a", "b", "c"))
-    assert "the rollout has more than 2 different images" in sample.episode.failure
+    assert "the rollout has more than 2 distinct images" in sample.episode.failure
 
 
 def test_only_accepted_images_count_toward_the_limits(folder, monkeypatch):
@@ -239,7 +239,7 @@ def test_only_accepted_images_count_toward_the_limits(folder, monkeypatch):
             read(damaged)
     for file in (FIRST, SECOND, FIRST):
         read(file)
-    with pytest.raises(ImageError, match="bytes of them"):
+    with pytest.raises(ImageError, match="bytes of images"):
         read(ROW)
     assert {name.rpartition("_")[0] for name in threads} == {"images"}
 

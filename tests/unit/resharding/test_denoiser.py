@@ -112,10 +112,10 @@ def test_plan_of_published_model_is_correct(name):
     [
         (dict(num_layers=0), "num_layers=0: expected a positive integer"),
         (dict(pos_embed_max_size=None), "pos_embed_max_size=None: expected a positive integer"),
-        (dict(dual_attention_layers=3), "dual_attention_layers=3: expected integers"),
-        (dict(dual_attention_layers=[4]), r"dual_attention_layers \[4\]: not supported"),
-        (dict(caption_projection_dim=48), "caption_projection_dim 48: not supported for SD3Transformer2DModel"),
-        (dict(out_channels=8, qk_norm="layer_norm"), "out_channels 8, qk_norm layer_norm: not supported"),
+        (dict(dual_attention_layers=3), "dual_attention_layers=3: expected a list of integers"),
+        (dict(dual_attention_layers=[4]), r"dual_attention_layers=\[4\]: not supported"),
+        (dict(caption_projection_dim=48), "caption_projection_dim=48: not supported for SD3Transformer2DModel"),
+        (dict(out_channels=8, qk_norm="layer_norm"), "out_channels=8, qk_norm=layer_norm: not supported"),
     ],
 )
 def test_unsupported_stable_diffusion_3_config_is_rejected(change, message):
@@ -129,13 +129,13 @@ def test_unsupported_stable_diffusion_3_config_is_rejected(change, message):
         (dict(_class_name="FluxTransformer2DModel"), "_class_name=FluxTransformer2DModel: not supported"),
         (dict(dim=0), "dim=0: expected a positive integer"),
         (dict(dim="48"), "dim='48': expected a positive integer"),
-        (dict(axes_dims=48), "axes_dims=48: expected positive integers"),
-        (dict(all_patch_size=["2"]), r"all_patch_size=\['2'\]: expected positive integers"),
+        (dict(axes_dims=48), "axes_dims=48: expected a list of positive integers"),
+        (dict(all_patch_size=["2"]), r"all_patch_size=\['2'\]: expected a list of positive integers"),
         (dict(t_scale=None), "t_scale=None: expected a positive number"),
-        (dict(siglip_feat_dim=8), "siglip_feat_dim 8: not supported for ZImageTransformer2DModel"),
-        (dict(norm_eps=1e-6, qk_norm=False), "norm_eps 1e-06, qk_norm False: not supported"),
-        (dict(all_patch_size=[2, 4]), r"all_patch_size \[2, 4\]: not supported"),
-        (dict(axes_dims=[8, 8, 16]), r"axes_dims \[8, 8, 16\]: not supported"),
+        (dict(siglip_feat_dim=8), "siglip_feat_dim=8: not supported for ZImageTransformer2DModel"),
+        (dict(norm_eps=1e-6, qk_norm=False), "norm_eps=1e-06, qk_norm=False: not supported"),
+        (dict(all_patch_size=[2, 4]), r"all_patch_size=\[2, 4\]: not supported"),
+        (dict(axes_dims=[8, 8, 16]), r"axes_dims=\[8, 8, 16\]: not supported"),
     ],
 )
 def test_unsupported_config_is_rejected(change, message):

@@ -76,7 +76,7 @@ def test_options_are_arguments_and_not_columns(file):
         (
             "soft_overlong",
             {"max_tokens": 8, "buffer": 9},
-            "options.buffer=9: must be a positive integer up to max_tokens=8",
+            "options.buffer=9: not allowed. Fix: use a positive integer up to max_tokens=8",
         ),
         ("cosine_length", {"max_tokens": 0}, "cosine_length: options.max_tokens=0: must be a positive integer"),
         ("cosine_length", {"max_tokens": 8, "verifier": "exact"}, "unknown function 'exact'. Fix: use exact_match"),

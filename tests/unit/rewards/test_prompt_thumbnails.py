@@ -82,7 +82,7 @@ def test_images_in_observations_have_thumbnails(tmp_path: Path) -> None:
 
 
 def test_thumbnail_is_stored_once_for_all_steps(tmp_path: Path) -> None:
-    """The second step does not fetch the image, which has a thumbnail."""
+    """The second step does not fetch an image that already has a thumbnail."""
     fetched: list[str] = []
 
     def fetch(images):

@@ -67,7 +67,7 @@ def test_samples_are_restored_exactly(tmp_path: Path) -> None:
     groups = [(17, 2, samples()), (4, 3, []), (0, 0, samples()[1:])]
     save_samples(groups, tmp_path / "file")
     restored = load_samples(tmp_path / "file")
-    # Equality ignores dtypes and the difference between tuples and lists, and NaN differs from itself.
+    # Compare reprs: == ignores dtypes, considers 1, True and 1.0 equal, and NaN different from itself.
     assert repr(restored) == repr([(row, version, [plain(s) for s in group]) for row, version, group in groups])
     whole = restored[0][2][0]
     assert (whole.routes.dtype, whole.response_ids.dtype, whole.response_mask.dtype) == (np.int16, np.int32, np.bool_)

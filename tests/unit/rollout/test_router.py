@@ -46,7 +46,7 @@ class Cluster:
         self.aborting |= groups
 
     def step(self) -> None:
-        """Advance the clock to the end of the next part of a submission."""
+        """Finish the part of a submission that ends first, and advance the clock to that time."""
         by_abort = {key: self.now if key[0].name in self.aborting else end for key, end in self.running.items()}
         self.end(min(by_abort, key=by_abort.get))
 

@@ -98,7 +98,7 @@ def test_openai_client_program_is_recorded_as_sampled(mode: str) -> None:
     session, [sample] = in_session(policy, agent)
     assert printed[0] == "model policy" and printed[-1] == "answer It is 84."
     made = sample.transcript.sample("a", Prompt("p", "", []), sample.text, "a", None)
-    # All turns form one sequence, of which each turn was sampled given all earlier ids. Only turns are trained on.
+    # All turns form one sequence, and each was sampled given all earlier ids. Only turns are trained on.
     assert policy.asked[2].token_ids == made.token_ids[: -len(policy.asked[2].completion.token_ids)].tolist()
     turns = [asked.completion for asked in policy.asked]
     assert np.array_equal(made.response_ids[made.response_mask], np.concatenate([t.token_ids for t in turns]))

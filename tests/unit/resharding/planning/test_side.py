@@ -72,7 +72,7 @@ def test_engine_and_folder_sides():
         (
             "vllm:fp8=true",
             False,
-            "--to vllm:fp8=true: .*: its part 0:12 × 0:12 of .* splits fp8 blocks of 128 × 128",
+            "--to vllm:fp8=true: .*: the slice 0:12 × 0:12 of .* splits 128 × 128 fp8 blocks",
         ),
     ],
 )
