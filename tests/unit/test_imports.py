@@ -98,16 +98,11 @@ DEVICE_FILES = (
 """Files that may name a device or a communication library."""
 
 
-@cache
-def parse(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
 def violations(file: str, source: str) -> list[str]:
     """Return the rule violations in a file. `file` is its path from the root, such as megarl/ops/linear_head.py."""
     module = module_of(file)
     package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
-    tree = parse(source)
+    tree = ast.parse(source)
     problems: list[tuple[int, str]] = []
     if layer(module) is None:
         problems.append((1, f"{module} belongs to no layer"))
@@ -234,7 +229,7 @@ def import_cycles(sources: Mapping[str, str]) -> list[list[str]]:
     graph = TopologicalSorter()
     for module, file in modules.items():
         package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
-        targets = (target for _, target in imports(run(parse(sources[file])), package))
+        targets = (target for _, target in imports(run(ast.parse(sources[file])), package))
         graph.add(module, *{name for target in targets if (name := known(target, modules)) not in (None, module)})
     try:
         graph.prepare()
@@ -397,7 +392,7 @@ def test_imported_packages_are_declared_dependencies() -> None:
     names = ("run", "gpu", "images", "ocr", "rewards", "trackers")
     requirements = [*project["dependencies"], *(line for extra in names for line in extras[extra])]
     declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
-    trees = [parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES if file not in OTHER_PYTHONS]
+    trees = (ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES if file not in OTHER_PYTHONS)
     packages = {name.split(".")[0] for tree in trees for _, name in imports(ast.walk(tree), "megarl")}
     third_party = packages - {"megarl"} - sys.stdlib_module_names
     assert {DISTRIBUTIONS.get(name, name).replace("_", "-") for name in third_party} - declared == set()
