@@ -548,10 +548,11 @@ def test_help_lists_whole_sentences(group: list[str]) -> None:
     text = CliRunner().invoke(cli.app, [*group, "--help"]).output
     listed = re.split(r"\n  (?=[a-z])", text.split("Commands:\n")[1])
     assert "..." not in text.split("Commands:\n")[1] and listed
+    helps = help_texts()
     for entry in listed:
         name, sentence = entry.strip().split(maxsplit=1)
         shown = " ".join(sentence.split())
-        assert shown.endswith(".") and help_texts()[name].startswith(shown), name
+        assert shown.endswith(".") and helps[name].startswith(shown), name
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
