@@ -1,4 +1,4 @@
-"""Arguments of vLLM engines, tested in a separate process because importing vLLM modifies the process."""
+"""Arguments of vLLM engines, compared with those that vLLM accepts."""
 
 from __future__ import annotations
 
