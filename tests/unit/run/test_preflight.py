@@ -303,18 +303,13 @@ def test_functions_are_tried_on_the_first_row_of_their_sources(
 def test_wrong_response_of_the_trial_is_named(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     code = "def f(prompt, response, answer):\n    return None if 'wrong' in response else 1.0\n"
     (tmp_path / "reward.py").write_text(code)
-    line = fail(recipe, tmp_path, capfd, f"rewards.functions=[{{function: '{tmp_path}/reward.py:f'}}]")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    key = f"rewards.functions=[{{function: '{tmp_path}/reward.py:f'}}]"
+    line = fail(recipe, runs, capfd, key)
     assert "(megarl used the wrong response 'This response is wrong.' in this trial). Fix: correct" in line
-    assert (
-        run_command(
-            "check",
-            recipe,
-            f"run.folder={tmp_path}",
-            f"rewards={{functions: [{{function: '{tmp_path}/reward.py:f'}}], failure_limit: 0.1}}",
-        )
-        == 0
-    )
-    assert capfd.readouterr().err.startswith("megarl: warning: rewards.functions: f returned NoneType")
+    _, errors = check(recipe, runs, capfd, key, "rewards.failure_limit=0.1")
+    assert errors.startswith("megarl: warning: rewards.functions: f returned NoneType")
 
 
 def test_all_functions_that_cannot_be_loaded_are_reported(
@@ -406,8 +401,7 @@ def test_environments_of_evaluation_sets_are_checked_by_name(
     rows, errors = check(recipe, tmp_path, capfd, sets("text_game"))
     assert rows["evaluation"] == "s0 (3 prompts)" and errors == ""
     wrong = sets("text_gam", "calculator, options: {hihg: 3}")
-    assert run_command("check", recipe, f"run.folder={tmp_path}", wrong) == 2
-    first, second = capfd.readouterr().err.splitlines()
+    first, second = fail_lines(recipe, tmp_path, capfd, wrong)
     assert first.startswith(
         "megarl: error: evaluation.sets: s0: environment.class=text_gam: unknown environment. Did you"
     )
@@ -420,17 +414,13 @@ def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd
         recipe, tmp_path, capfd, f"evaluation.sets=[{{name: a, source: arithmetic, size: 7, {rewards}}}]"
     )
     assert (rows["evaluation"], errors) == ("a (7 prompts)", "")
-    rewards = f"functions: [{{function: '{recipe.parent}/rewards.py:tags'}}]"
-    line, *stack = fail_lines(
-        recipe, tmp_path, capfd, f"evaluation.sets=[{{name: a, source: arithmetic, size: 7, {rewards}}}]"
-    )
-    assert line.startswith("megarl: error: evaluation.sets: a: rewards.functions: tags raised IndexError")
-    assert stack[0] == "    Traceback (most recent call last):"
-    sets = "evaluation.sets=[{name: a, source: no.jsonl}, {name: b, functions: [{function: exact_mach}]}]"
-    assert run_command("check", recipe, f"run.folder={tmp_path}", sets) == 2
-    a, b = capfd.readouterr().err.splitlines()
+    rewards = rewards.replace("length", "tags")
+    sets = f"{{name: a, source: no.jsonl}}, {{name: b, functions: [{{function: exact_mach}}]}}, {{name: c, {rewards}}}"
+    a, b, c, *stack = fail_lines(recipe, tmp_path, capfd, f"evaluation.sets=[{sets}]")
     assert a.startswith(f"megarl: error: evaluation.sets: a: data.source={Path.cwd()}/no.jsonl: not a file. Fix")
     assert b.startswith("megarl: error: evaluation.sets: b: rewards.functions: unknown function 'exact_mach'. Fix: use")
+    assert c.startswith("megarl: error: evaluation.sets: c: rewards.functions: tags raised IndexError")
+    assert stack[0] == "    Traceback (most recent call last):"
 
 
 def test_checkpoint_may_be_at_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
