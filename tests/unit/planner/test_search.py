@@ -43,6 +43,12 @@ def found(model: str, gpus: str, *overrides: str) -> SearchResult:
             marks=pytest.mark.exhaustive,
         ),
         pytest.param("Mixtral-8x7B", "32xH200", ("rollout.context_length=16384",), marks=pytest.mark.exhaustive),
+        pytest.param(
+            "Mixtral-8x7B",
+            "16xH200",
+            ("rollout.context_length=16384", "algorithm.kl.coefficient=0.1"),
+            marks=pytest.mark.exhaustive,
+        ),
         ("Mixtral-8x7B", "8xH200", ("rollout.context_length=16384", "algorithm.kl.coefficient=0.1")),
         ("Phi-4", "24xH100", ()),
     ],

@@ -89,7 +89,7 @@ def one_by_one(folder: Path, requests: Sequence[ImageRequest]) -> dict[str, torc
 
 
 def test_samples_do_not_depend_on_the_batch(folder, engine):
-    requests = requests_for(WINDOW, count=3)
+    requests = requests_for(WINDOW, count=5)
     exact, alone = expected(lambda: one_by_one(folder, requests))
     together = generate(engine, requests)
     reversed_order = generate(engine, requests[::-1])[::-1]
