@@ -28,6 +28,7 @@ from megarl.models.run_models import ModelFolders, find_models
 from megarl.run.audit.audit import audit
 from megarl.run.context import RunContext
 from megarl.run.preflight import load_evaluation_sets
+from tests.metrics import undeclared
 from tests.paths import ROOT
 from tests.timing import RUN_S, WAIT_S
 
@@ -94,6 +95,7 @@ class Stage:
                 self._run_with_engines(config, models, loop)
         is_proven, proof = audit(loop.folder.path, reads_all=True)
         assert is_proven, proof
+        assert undeclared(loop.folder.path / "metrics.jsonl") == []
 
     def _run_with_engines(self, config: Config, models: ModelFolders, loop: RunContext) -> None:
         rollout = config.rollout.model_dump_json(exclude=DRIVER_KEYS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,9 @@ from transformers import AutoModelForImageTextToText
 from megarl.run.diagnosis.comparison import first_different, table
 from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_run_config
 from megarl.run.diagnosis.side import SIDES
-from tests.e2e.run import MEGARL
+from tests.e2e.series import Series
 from tests.e2e.test_train import REWARD, metrics_of
-from tests.paths import BASE, ROOT
-from tests.timing import RUN_S
+from tests.paths import BASE
 from tests.tiny_vision import build
 
 pytestmark = pytest.mark.slow
@@ -78,19 +76,16 @@ def write_recipe(folder: Path, *keys: str) -> Path:
     return recipe
 
 
-def train(recipe: Path, *overrides: str) -> Path:
-    done = subprocess.run(
-        [*MEGARL, "train", str(recipe), *overrides], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+def train(series: Series, recipe: Path, *overrides: str) -> Path:
+    series.train(recipe, *overrides)
     name = next((key.removeprefix("run.name=") for key in overrides if key.startswith("run.name=")), "tiny")
     return recipe.parent / "runs" / name
 
 
-def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
+def test_training_with_images_agrees_with_engines(series, tmp_path: Path) -> None:
     """The samples of step 3, and the canaries after each refit, have the same log-probs in trainer and engine. For a
     sample without images, all layer outputs also agree, including transformers'."""
-    run = train(write_recipe(tmp_path), "run.token_samples=24")
+    run = train(series, write_recipe(tmp_path), "run.token_samples=24")
     steps = metrics_of(run)
     assert len(steps) == 3
     for step in steps:
@@ -155,10 +150,10 @@ def screens(folder: Path, more: str = "", name: str = "Screens") -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_environment_with_images_agrees_with_engines(tmp_path: Path) -> None:
+def test_environment_with_images_agrees_with_engines(series, tmp_path: Path) -> None:
     """Rollouts have images in the prompt and in observations, which also have thumbnails."""
     recipe = write_recipe(tmp_path)
-    run = train(recipe, *screens(tmp_path), "run.steps=2", "checkpoint.every_steps=1")
+    run = train(series, recipe, *screens(tmp_path), "run.steps=2", "checkpoint.every_steps=1")
     steps = metrics_of(run)
     assert len(steps) == 2 and all(step["mismatch/logprob_abs_max"] <= LIMIT for step in steps)
     rows = list(map(json.loads, (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()))
@@ -169,14 +164,14 @@ def test_environment_with_images_agrees_with_engines(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("keys", [[], ["actor.layout={pp: 2}", "rollout.tp=2"]], ids=["one process", "pp2, engine tp2"])
-def test_resumed_run_with_images_is_bitwise_equal(tmp_path: Path, keys: list[str]) -> None:
+def test_resumed_run_with_images_is_bitwise_equal(series, tmp_path: Path, keys: list[str]) -> None:
     """Checkpoints contain the tower and its optimizer states. An evaluation set has images of its own."""
     held = f"{{name: held, source: {tmp_path}/data.jsonl, image_column: images, samples_per_prompt: 2, temperature: 1}}"
     recipe = write_recipe(tmp_path)
     overrides = [*keys, "checkpoint.every_steps=1", f"evaluation.sets=[{held}]"]
-    whole = train(recipe, *overrides, "run.name=whole")
-    train(recipe, *overrides, "run.steps=1")
-    parts = train(recipe, *overrides, "resume=auto")
+    whole = train(series, recipe, *overrides, "run.name=whole")
+    train(series, recipe, *overrides, "run.steps=1")
+    parts = train(series, recipe, *overrides, "resume=auto")
     learned = {name for name in metrics_of(whole)[-1] if name.partition("/")[0] in ("reward", "policy", "evaluation")}
     assert any(name.startswith("evaluation/held/") for name in learned)
     first, second = metrics_of(whole)[-1], metrics_of(parts)[-1]
