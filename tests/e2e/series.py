@@ -22,6 +22,7 @@ from megarl.cluster.trace import Trace
 from megarl.cluster.workers import launch_workers
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.data.files import ALL_COLUMNS
 from megarl.data.offline import load_offline_data
 from megarl.data.prompts import load_prompts
 from megarl.models.run_models import ModelFolders, find_models
@@ -84,9 +85,12 @@ class Stage:
 
     def run(self, config: Config) -> None:
         models = find_models(config)
-        load_data = load_offline_data if config.is_offline else load_prompts
+        if config.is_offline:
+            data = load_offline_data(config, models.actor)
+        else:
+            data = load_prompts(config, models.actor, {ALL_COLUMNS: None} if config.has_environment else {})
         sets = load_evaluation_sets(config, models.actor)
-        with RunContext.prepare(config, models, load_data(config, models.actor), evaluation=sets) as loop:
+        with RunContext.prepare(config, models, data, evaluation=sets) as loop:
             self._session.logs = loop.folder.logs.resolve()
             self._session.trace = Trace(self._session.logs)
             if config.is_offline:

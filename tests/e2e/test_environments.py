@@ -13,6 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl import report
 from tests.e2e.series import Series
 from tests.paths import BASE
 from tests.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tiny_llama
@@ -215,7 +216,7 @@ def test_evaluation_metrics_count_failed_rollouts_separately(run):
             pass_rate = fmean(max(group) > (0.5 if k == 1 else 0.9) for group in values)
             assert line[f"evaluation/{name}/pass@{k}"] == pytest.approx(pass_rate)
             assert line[f"evaluation/{name}/failed_frac"] == 0.25 and line[f"evaluation/{name}/turns_mean"] == 3
-    section = (run / "report.html").read_text().partition('id="evaluations"')[2].partition("</section>")[0]
+    section = report.write(run).read_text().partition('id="evaluations"')[2].partition("</section>")[0]
     assert "environment: step raised KeyError" in section and 'class="block role-assistant"' in section
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,15 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from megarl.run.diagnosis import diagnose as diagnosis
 from megarl.run.diagnosis.comparison import first_different, table
-from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_run_config
-from megarl.run.diagnosis.side import SIDES
+from megarl.run.diagnosis.side import SIDES, Request, compute
+from tests.e2e.engine_processes import engine_context
 from tests.e2e.series import Series
 from tests.e2e.test_train import REWARD, metrics_of
+from tests.forked import run_ranks
 from tests.paths import BASE
+from tests.timing import RUN_S
 from tests.tiny_vision import build
 
 pytestmark = pytest.mark.slow
@@ -27,6 +32,7 @@ SIZES = ((64, 64), (90, 40), (50, 100))
 IMAGES = ([0], [1, 2], [], [2], [0, 0, 1], [1])
 """The images of each row, which share files."""
 LIMIT = 1e-5
+COMPUTE = diagnosis._compute
 FUNCTIONS = """
 def num_images(prompt, response, answer, prompt_images):
     return len(prompt_images)
@@ -82,7 +88,18 @@ def train(series: Series, recipe: Path, *overrides: str) -> Path:
     return recipe.parent / "runs" / name
 
 
-def test_training_with_images_agrees_with_engines(series, tmp_path: Path) -> None:
+def computed(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarray]:
+    """Compute the outputs of transformers in the process of `megarl diagnose`, and the others in forks, which have the
+    imports."""
+    if side == "engine":
+        with ProcessPoolExecutor(1, mp_context=engine_context()) as pool:
+            return pool.submit(compute, side, request, scratch).result(timeout=RUN_S)
+    if side == "trainer":
+        return run_ranks(1, lambda *_: compute(side, request, scratch))[0]
+    return COMPUTE(side, request, scratch)
+
+
+def test_training_with_images_agrees_with_engines(series, tmp_path: Path, monkeypatch) -> None:
     """The samples of step 3, and the canaries after each refit, have the same log-probs in trainer and engine. For a
     sample without images, all layer outputs also agree, including transformers'."""
     run = train(series, write_recipe(tmp_path), "run.token_samples=24")
@@ -100,8 +117,11 @@ def test_training_with_images_agrees_with_engines(series, tmp_path: Path) -> Non
     )
     unchanged = [name for name, value in before.items() if torch.equal(value, after[name])]
     assert not unchanged
-    token_ids = find_rollout(run, 3, None).token_ids
-    stages = diagnose(read_run_config(run), token_ids, dict.fromkeys(SIDES, run / "model"), tmp_path)
+    token_ids = diagnosis.find_rollout(run, 3, None).token_ids
+    monkeypatch.setattr(diagnosis, "_compute", computed)
+    stages = diagnosis.diagnose(
+        diagnosis.read_run_config(run), token_ids, dict.fromkeys(SIDES, run / "model"), tmp_path
+    )
     assert len(stages) == 7 and first_different(stages) is None, table(stages)
     lines = [json.loads(line) for line in (run / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
     assert len(lines) == 4 * len(IMAGES)
