@@ -192,13 +192,14 @@ def test_audit_accepts_the_run_and_refuses_an_edit(attempts: int, resumed: Path,
     is_proven, lines = audit(resumed, reads_all=True)
     proof = "\n".join(lines)
     assert is_proven, proof
+    rollouts, sets = f"{STEPS} of {STEPS} rollout files", f"{STEPS // 2 + 1} of {STEPS // 2 + 1} evaluations"
     for line in (
         f"steps        {STEPS} (1 to {STEPS}, finished). Restarts: {attempts - 1}, undone steps: ",
         f"rows         {4 * STEPS} draws from 8 rows, in the order of the data's epochs; {4 * STEPS} trained on, each ",
         f"turns        {4 * STEPS} groups with {16 * STEPS} rollouts, {16 * STEPS} turns and ",
         f"weights      engines confirmed the trainer's checksums after {STEPS} of {STEPS} updates ",
         f"; {attempts - 1} of {attempts - 1} restarts began with the checksums of their step",
-        f"{STEPS} of {STEPS} steps, {STEPS} of {STEPS} rollout files compared ({4 * STEPS} groups), 7 of 7 evaluations",
+        f"{STEPS} of {STEPS} steps, {rollouts} compared ({4 * STEPS} groups), {sets}",
     ):
         assert line in proof
     ours, theirs = (last_weights(run) for run in (resumed, uninterrupted))
