@@ -6,6 +6,7 @@ the function that trains and the arguments of `megarl train` from stdin, and wri
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -129,6 +130,7 @@ def main(folder: Path) -> None:
             config = load(Path(recipe), overrides)
             stage = stage or Stage(stack.enter_context(Session(config, folder, scratch)))
             stage.run(config, learn)
+            gc.collect()  # frees the handles of the run's processes, which then exit
             answers.write(DONE)
             answers.flush()
 
