@@ -90,7 +90,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
 
 
 def finished_rollouts(config: Config, workers: Workers, context: RunContext, data: PromptSet) -> FinishedRollouts:
-    """Restore the rollouts that earlier attempts have finished since the checkpoint, and start to record new ones."""
+    """Restore the rollouts that earlier attempts finished after the checkpoint, and start recording new ones."""
     folder, origin = context.folder, {"data": data.data_hash, "code": context.folder.code_hashes}
     finished = FinishedRollouts(config, workers.rewards, folder.finished, origin, reproduces=not device.on_cuda())
     moved = folder.moved if config.resume == "auto" else None

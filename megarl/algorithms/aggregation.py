@@ -78,7 +78,8 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
 
 
 def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], above: float) -> list[float]:
-    """Return w = 1 / Σ n_j over the samples j with outcome > above, for their tokens; 0 for all other tokens.
+    """Return the weight of one token in each sample: 1 / Σ n_j over the samples j with outcome > above, if the sample
+    is one of them, else 0.
 
     The loss is then the mean over positive examples, as in VAPO (https://arxiv.org/abs/2504.05118, eq. 10).
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleSegments:
-    """The rows of a set of samples that are on one rank.
+    """One rank's rows of a set of samples.
 
     Attributes:
         mask: bool [N], true for trained tokens; only these are summed.

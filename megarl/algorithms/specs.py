@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Option = float | int | str | bool | None
 Options = Mapping[str, Any]
-"""Option name -> value, whose type is in the entry's `parameters`."""
+"""Option name -> value. The entry's `parameters` contain the types."""
 
 Parameters = Mapping[str, tuple[Any, Option]]
 """Option name -> (type, default), as `pydantic.create_model` takes them. The default is the paper's value."""
@@ -54,7 +54,7 @@ def defaults(parameters: Parameters) -> dict[str, Option]:
 
 
 Kind = Literal["sequence", "token"]
-"""Kind of classifier: it scores a sample's last token ("sequence") or each of its tokens."""
+"""Kind of classifier: it scores a sample's last token ("sequence") or each of its tokens ("token")."""
 
 BaselineKind = Literal["none", "moving_average", "greedy", "group", "values"]
 
@@ -183,10 +183,10 @@ class GroupEstimator(SampleEstimator):
         compare_tokens: (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards.
         amplify: (groups in an update) -> factor that multiplies all advantages in the update.
         step_scale: (groups in a step, **arguments) -> the common scale of all samples in the step, for std_over=step.
-        step_moments: (groups in a step, **arguments) -> mean and scale of the advantages in the step, which are
-            normalized with them. None: they are not normalized. The scales of `compare` must be 1.
-        compare_turns: (turns of each rollout, **arguments) -> advantage of each turn, which is added to that of its
-            tokens.
+        step_moments: (groups in a step, **arguments) -> mean and scale for normalizing the advantages in the step. None
+            skips the normalization. The scales of `compare` must be 1.
+        compare_turns: (turns of each rollout, **arguments) -> advantage of each turn, added to that of each of the
+            turn's tokens.
     """
 
     comparison: BaselineKind = "group"

@@ -203,8 +203,8 @@ def sde_window(num_sde_steps: int, within: range, seed: int, run_step: int) -> r
 
 
 def noised_steps(num_steps: int, within: range, seed: int, sample_id: str) -> list[int]:
-    """Return the denoising steps at whose noise levels a training step adds new noise to a sampled image, in ascending
-    order.
+    """Return the denoising steps, in ascending order, whose noise levels a training step uses to add new noise to a
+    sampled image.
 
     DiffusionNFT (https://arxiv.org/abs/2509.16117) trains on such images. Its published code draws 9 of 10 steps for
     each image. Unlike the steps of `sde_window`, they may differ between images, because they do not affect rewards.
@@ -219,12 +219,12 @@ def step_weights(
 
     "deviation" is s / mean(s): noisier steps explore more, and log-prob gradients grow with 1/s (TempFlow-GRPO,
     https://arxiv.org/abs/2508.04324). Its published constant 2.25 is 1/mean(s) for one schedule. "inverse_interval" is
-    1/Δ, by which GRPO-Guard's published code multiplies its loss (https://arxiv.org/abs/2510.22319).
+    1/Δ, a factor of the loss in GRPO-Guard's published code (https://arxiv.org/abs/2510.22319).
 
     Args:
         sigmas: [N + 1], the schedule.
-        trained: the denoising steps that the run trains on, over which s is averaged. With a window, pass all steps
-            from which it is drawn, so that a step's weight does not depend on the window.
+        trained: the denoising steps that the run trains on; s is averaged over them. With a window, pass all steps that
+            it can contain, so that a step's weight does not depend on the window.
     """
     sigmas = sigmas.double()
     if weight == "none":

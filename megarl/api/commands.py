@@ -138,7 +138,7 @@ def convert_to_megatron(model: str | Path, out: str | Path, *, quiet: bool = Fal
             last_stage_layers. The checkpoint can be loaded with any other layout.
 
     Raises:
-        UserError: the folder does not match its config.json, or the sizes do not fit the model.
+        UserError: the folder does not match its config.json, or the layout does not fit the model.
     """
     return _convert("hf-to-megatron", {"hf": model, "out": out, **layout}, quiet)
 
@@ -157,7 +157,7 @@ def reshape_checkpoint(checkpoint: str | Path, out: str | Path, *, quiet: bool =
     `convert_to_megatron` for the keys of `layout`.
 
     Raises:
-        UserError: the checkpoint is damaged, or the sizes do not fit the model.
+        UserError: the checkpoint is damaged, or the layout does not fit the model.
     """
     return _convert("reshape", {"checkpoint": checkpoint, "out": out, **layout}, quiet)
 

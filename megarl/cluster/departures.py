@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 SLOWDOWN = 1.5
-"""Duration of a node's speed probe, relative to the median node's, above which the node counts as slow."""
+"""A node is slow if its speed probe takes more than this many times as long as the median node's."""
 
 NUM_SLOW = 5
 """Number of consecutive slow steps after which a node should leave."""

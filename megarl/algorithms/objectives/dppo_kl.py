@@ -1,4 +1,4 @@
-"""DPPO with a binary KL: the surrogate masked beyond a divergence from the old policy."""
+"""DPPO with a binary KL: the surrogate, masked where the policy has diverged too far from the old one."""
 
 from __future__ import annotations
 
