@@ -28,11 +28,11 @@ TEXT_BYTES = 6
 """Assumed upper bound on the mean number of UTF-8 bytes per token. English has four to five, Chinese about as many."""
 
 RGB_BYTES, PIXEL_BYTES = 3, 4
-"""Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
+"""Bytes per pixel of a decoded image, and an upper bound on the bytes per pixel of its latents."""
 
 ENCODED_BYTES = 2**20
-"""Assumed size in bytes of the encoded images that an environment adds to a sample and, before the data is read, of
-those in a row."""
+"""Assumed size in bytes of the encoded images that an environment adds to a sample and, before the data is read, of a
+row's images."""
 
 EMBEDDING_BYTES = 2 * 4 * max(512 * 2560, 333 * 4096)
 """Size of the embeddings of a caption of maximum length and of the empty caption, with the text encoders of Z-Image or

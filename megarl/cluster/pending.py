@@ -29,7 +29,7 @@ class Answers:
 
 class Pending(Generic[T]):
     """The future result of remote calls, as returned by `Session.submit`. A wait watches every pending call: a failed
-    call or a missed deadline ends the wait, regardless of the Pending to which it belongs."""
+    call or a missed deadline ends the wait, whichever Pending it belongs to."""
 
     def __init__(
         self,

@@ -236,7 +236,8 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
 
 
 def _first_torn(span: range, tp: int, each: int) -> int | None:
-    """Return the first device of the first tensor-parallel group that crosses nodes of `each` devices, or None."""
+    """Return the first device of the first tensor-parallel group that spans several nodes, or None. each: devices per
+    node."""
     groups = range(span.start, span.stop, tp)
     return next((first for first in groups if first // each != (first + tp - 1) // each), None)
 

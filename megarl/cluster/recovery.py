@@ -145,8 +145,8 @@ class Recovery:
 
     def is_due(self, step: int) -> bool:
         """Return whether to copy the state after `step`: at the configured interval, before a node leaves, and until
-        there is a first copy. Without a copy, ranks would start from the checkpoint from which the run resumed, which
-        checkpoint.keep may remove."""
+        there is a first copy. Without a copy, new ranks would load the checkpoint that the run resumed from, but
+        checkpoint.keep may have removed it."""
         is_first = self._copied is None and self._copying is None
         return is_first or step % self._every_steps == 0 or bool(self._leaving().keys() - self._blocked)
 
@@ -190,7 +190,7 @@ class Recovery:
 
     def _note_copied(self, step: int) -> None:
         if self._lacks_copy:
-            print(f"recovery: copied the state after step {step}; lost ranks are replaced again", flush=True)
+            print(f"recovery: copied the state after step {step}; lost ranks can be replaced again", flush=True)
         self._copied, self._lacks_copy = step, False
         self._repeats = {number: repeat for number, repeat in self._repeats.items() if number > step}
 
@@ -283,7 +283,7 @@ class Recovery:
         return metrics
 
     def _require_copies(self, loss: LostRanks) -> None:
-        """Raise the loss if the run cannot have copies, or if the run has received a termination signal."""
+        """Raise the loss if there is no copy to restore, or if the run has received a termination signal."""
         has_none = self._lacks_copy and self._copying is None
         if self._fits is False or has_none or interrupts.is_signaled:
             raise loss
@@ -346,7 +346,9 @@ class Recovery:
         if step is not None and all(group.holds_copies(step) for group in self._groups.values()):
             self._note_copied(step)
         if self._lacks_copy:
-            raise RunFailure(f"{cause}. Shared memory was full, so there is no copy of the ranks' state")
+            raise RunFailure(
+                f"{cause}. Shared memory was full, so there is no copy of the ranks' state. Fix: enlarge /dev/shm, and resume with resume=auto"
+            )
         self._require_other_copies(cause)
 
     def _require_other_copies(self, cause: str) -> None:

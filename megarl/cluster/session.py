@@ -214,7 +214,7 @@ class Session:
 
         Args:
             calls: one call per process, by process name.
-            phase: description in error messages of what the driver waits for.
+            phase: what the driver waits for, as shown in error messages.
             timeout: the key in cluster.timeouts that bounds the wait.
             may_fail: processes whose loss does not end the run. Errors in other processes that follow from such a loss
                 do not end the run either.

@@ -54,7 +54,7 @@ class CopyingRank(RankActor):
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _ranks_with_copy(names: Sequence[str], step: int) -> set[str]:
-    """Return the names of the ranks whose copies after `step` are on this task's node."""
+    """Return the names of the ranks whose copies of the state after `step` are on this task's node."""
     folder = make_memory_folder(own_scratch())
     return {name for name in names if slot_of(folder, name, step) is not None}
 
@@ -96,9 +96,9 @@ class CopyingGroup(RankGroup):
 
     @remote(timeout="checkpoint", join=_first_problem)
     def copy_state(self, step: int) -> str:
-        """Start copying each rank's state after `step` to its node's shared memory, from which a replacement process
-        can restore it. The result is "" or describes a rank whose node's shared memory is full. The next call on a rank
-        waits until its state is copied, unless the method is in READ_ONLY_METHODS."""
+        """Start copying each rank's state after `step` to its node's shared memory, for a replacement process to
+        restore. The result is "" or describes a rank whose node's shared memory is full. The next call on a rank waits
+        until its state is copied, unless the method is in READ_ONLY_METHODS."""
         ...
 
     @remote(timeout="checkpoint")

@@ -84,7 +84,7 @@ class EngineGroup(ReplicaGroup):
     actor_class, title, role = EngineActor, "EngineActor", "engine"
     awaits_restarts = False
     sample_fields: ClassVar[tuple[str, ...]] = ("sample",)
-    """Fields of a SampleRef for references to the parts of a sample; see EngineProcess.parts."""
+    """SampleRef fields that refer to a sample's parts; see EngineProcess.parts."""
 
     @remote(timeout="start")
     def _hold(self, version: int) -> None: ...
@@ -192,7 +192,7 @@ class EngineGroup(ReplicaGroup):
         return self._switch(self._sleep, self._sleeps, keeps_weights or self.by_loader)
 
     def _switch(self, call: RemoteCall[None, Any, *Ts], applies: bool, *arguments: *Ts) -> Pending[None]:
-        """Run a method with which the engines release or reclaim their devices, if `applies` is true."""
+        """If `applies` is true, run a method that makes the engines release or reclaim their devices."""
         done = self._submit(call.method, call.start(*arguments) if applies else {})
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
 

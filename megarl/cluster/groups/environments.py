@@ -75,8 +75,8 @@ class EnvironmentActor(AsyncProcessActor):
     async def evaluate(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, set_config: Config
     ) -> list[list[SampleRef]] | Aborted | None:
-        """Run the rollouts for an evaluation set with this config. The return value is the same as for `train`. At
-        most as many rollouts run concurrently as in a training step, so that the machine's memory suffices."""
+        """Run the rollouts for an evaluation set with this config. The return value is the same as for `train`. To fit
+        in memory, it runs at most as many rollouts concurrently as a training step."""
         runner = await self._start_runner(set_config)
         try:
             batch = self._config.batch

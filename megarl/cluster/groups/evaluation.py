@@ -44,7 +44,7 @@ class SetScorer:
     async def score(
         self, samples: Sequence[Sample], version: int, file: Path, images: SampleImages = NO_IMAGES
     ) -> list[Score]:
-        """Score each sample with the results for its whole rollout, and write the samples as text to a JSONL file."""
+        """Score each sample from its rollout's results, and write the samples as text to a JSONL file."""
         judged = [sample for sample in samples if is_judged(sample)]
         if self._pool.image_functions:
             judged = await fetch_images(judged, images)

@@ -150,7 +150,7 @@ def _lower_priority() -> None:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _kill(ids: Sequence[ProcessId]) -> None:
-    """Kill processes on the node on which this task runs."""
+    """Kill processes on this task's node."""
     kill(ids)
 
 
@@ -199,7 +199,7 @@ class RankGroup(WorkerGroup):
         return [process.node.number for process in self._processes]
 
     def launch(self) -> None:
-        """Start the ranks, in spare processes where these are ready."""
+        """Start the ranks, using spare processes that are ready."""
         self.num_launches += 1
         spares = self._spares.take()
         for process in self._processes:
@@ -215,7 +215,7 @@ class RankGroup(WorkerGroup):
         return actor_class.remote(*self._arguments, process, self._session.logs)
 
     def _create_spare(self, process: Process) -> ActorHandle:
-        """Start a spare process for a rank, on the rank's node. It has a name of its own until it becomes the rank."""
+        """Start a spare process for a rank, on the rank's node. It has its own name until it becomes the rank."""
         actor_class = self._session.on_node(self.actor_class, process)
         spare = replace(process, role=f"spare-{process.role}")
         return actor_class.remote(*self._arguments, spare, self._session.logs)

@@ -26,7 +26,7 @@ class RemoteMethod:
 
     Attributes:
         timeout: the key in cluster.timeouts that bounds the wait.
-        phase: description in error messages of what the driver waits for; None: the group's role and the method's name.
+        phase: what the driver waits for, as shown in error messages; None uses the group's role and the method's name.
     """
 
     name: str

@@ -68,7 +68,7 @@ class RewardActor(AsyncProcessActor):
 
 
 WaitingGroup = tuple[int, int, list[SampleRef]]
-"""(prompt's row in the data, weight version at the start of its samples, samples)."""
+"""(prompt's row in the data, weight version when sampling started, samples)."""
 
 MAX_ENDED = 2**18
 """Number of rollout ids to remember in order to recognize late samples."""
@@ -406,7 +406,7 @@ class RewardGroup(WorkerGroup):
 
     @property
     def listener(self) -> ActorHandle:
-        """The actor that starts to score samples as soon as it receives them."""
+        """The actor that starts scoring samples as soon as it receives them."""
         [actor] = self._actors.values()
         return actor
 

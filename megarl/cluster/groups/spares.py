@@ -1,4 +1,4 @@
-"""Spare processes, which have already started Python and imported Megatron when they become a model's ranks."""
+"""Spare processes that start Python and import Megatron in advance, ready to become a model's ranks."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class ScoredPrompts:
     vocab_size: int | None = None
 
     def among(self, data: PromptSet, config: Config) -> ScoredPrompts:
-        """Return the same teacher's prompts in this data: rows from its sources. With a prompt column, omit rows
-        without a value in it."""
+        """Return this teacher's prompts in the data: the rows from its sources. With a prompt column, omit rows without
+        a value in it."""
         teacher = self.teacher
         source_column, names, prompts = config.data.source_column, None, data.prompts
         if teacher.sources is not None and source_column is not None:

@@ -211,8 +211,8 @@ class TrainerGroup(CopyingGroup):
 
     @remote(timeout="refit", join=merge)
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
-        """Move these parts to host memory until `onload`, except parts that the key `offload` does not name. The result
-        is the number of bytes freed on all ranks, as metrics."""
+        """Move these parts to host memory until `onload`, skipping parts that the config key `offload` does not list.
+        The result is the number of bytes freed on all ranks, as metrics."""
         ...
 
     @remote(timeout="refit")

@@ -26,7 +26,7 @@ class ModelParameters:
 
     Attributes:
         count: number of the model's parameters.
-        tower_count: number of the vision tower's parameters, all of which every engine rank holds.
+        tower_count: number of the vision tower's parameters. Every engine rank holds all of them.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None, uses_muon: bool = False):

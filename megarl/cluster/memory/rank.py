@@ -75,7 +75,7 @@ class RankParameters:
         is_last: whether the rank is on the last stage, which has the final norm or the output layer.
         adapters: number of adapter parameters, which are then the only trained ones; None without adapters.
         expert_adapters: number of adapter parameters for experts, without factors shared by all experts in a layer.
-        merged: number of matrix elements with adapters, of which a merged copy is kept for the engines.
+        merged: number of matrix elements with adapters. The rank keeps a merged copy of them for the engines.
         constant: number of parameters that are never trained, such as SD3's position embedding.
         constant_experts: number of those in routed experts.
         muon: number of parameters that Muon updates.
@@ -233,7 +233,7 @@ def optimizer_shard_size(layout: Layout, held: RankParameters) -> int:
 
 
 def _shard_size(layout: Layout, count: int, experts: int) -> int:
-    """Return a data-parallel rank's share of `count` parameters, of which `experts` are in routed experts."""
+    """Return a data-parallel rank's share of `count` parameters, including `experts` parameters in routed experts."""
     dense = (count - experts) // (layout.dp * layout.cp)
     return dense + experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
 
@@ -441,9 +441,9 @@ def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
 
 
 def _mtp(shape, layout, rank_tokens, rank_rows, num_bytes, recompute) -> int:
-    """Return the bytes that the training of the MTP layer needs on the last stage: the layer's activations, the inputs
-    and outputs of its norms and of its projection, 7h · b + 3 · 4, the rows that it scores and, with pipeline
-    parallelism, a copy of the embedding."""
+    """Return the bytes that training the MTP layer needs on the last stage: the layer's activations, the inputs and
+    outputs of its norms and of its projection, 7h · b + 3 · 4, the rows that it scores and, with pipeline parallelism,
+    a copy of the embedding."""
     sequence = layout.tp if layout.sequence_parallel else 1
     kept = (7 * shape.hidden * num_bytes + 3 * FLOAT32) / sequence
     kept += layer_bytes(shape, layout, num_bytes, recompute, *shape.kind(shape.num_layers))

@@ -48,8 +48,8 @@ def fullest_phase(
     draft: Mapping[str, Any] | None = None,
     teachers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Load:
-    """Return the phase with the largest load among those with an awake engine. See rank_memory for training, during
-    which the engine sleeps.
+    """Return the largest load of all phases in which the engine is awake. It sleeps during training; see rank_memory
+    for that phase.
 
     Args:
         hf_config: the actor's config.json in the form that the engines load.

@@ -46,7 +46,7 @@ def main(folder: Path, scratch: Path, timeout_s: float, is_spare: bool) -> int:
 
 
 def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: bool) -> None:
-    """Take part in a run until its driver ends it or lets this node leave.
+    """Serve a run from this node until the driver ends the run or releases the node.
 
     A signal to this node does not end the process at once, because the driver may save a checkpoint first, or replace
     this node. The process exits when the driver has ended the run or released the node, or shortly after
@@ -75,8 +75,8 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: 
 
 
 def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path, is_spare: bool) -> bool:
-    """Take part in one attempt of the run, until the driver withdraws the invitation, starts a new attempt, or releases
-    this node. Return whether it has released the node."""
+    """Serve one attempt of the run, until the driver withdraws the invitation, starts a new attempt, or releases this
+    node. Return whether it has released the node."""
     report = replace(_report(invitation), is_spare=is_spare, id=secrets.token_hex(8))
     rendezvous.report(report)
     if report.problem is not None:

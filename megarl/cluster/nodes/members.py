@@ -29,7 +29,7 @@ class Members:
         """Ray's id for each node, by node number."""
         self._announced = set[str]()
         self._dismissed = set[str]()
-        """Ray's ids of live nodes that leave the run."""
+        """Ray's ids of live nodes that are leaving the run."""
 
     def __len__(self) -> int:
         return len(self._ray_ids)

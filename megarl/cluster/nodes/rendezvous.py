@@ -85,7 +85,7 @@ class Report:
     Attributes:
         invitation: id of the invitation that the report answers.
         peak_gb: peak memory of the node's processes so far, in 10⁹ bytes: (RSS, PSS). See MemorySampler.
-        problem: the reason why the node does not take part; None if it does.
+        problem: the reason why the node cannot join; None if it can.
         is_failure: whether the problem is a run failure rather than a user error.
         is_spare: whether the node only replaces lost nodes.
         id: distinguishes the node from earlier ones with the same address.
@@ -151,7 +151,7 @@ class NodeRendezvous:
         return (_read(self._folder / LOST) or {"names": []})["names"]
 
     def request_leave(self, name: str, reason: str) -> None:
-        """Request that a spare node replaces the node with this name."""
+        """Request that a spare node replace the node with this name."""
         replace_text(self._folder / f"{LEAVE}{name}", reason)
 
     def leave_requests(self) -> dict[str, str]:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from itertools import count
 
 REPEAT_S = 1.0
-"""Seconds after the first signal in which a second one counts as the same signal. A signal to all processes in a run
-reaches the driver twice: directly and through its parent."""
+"""A second signal within this many seconds after the first counts as the same signal. A signal to all processes in a
+run reaches the driver twice: directly and through its parent."""
 
 
 class Interrupts:
