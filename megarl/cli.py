@@ -310,9 +310,12 @@ def plan(
 
 @app.command()
 def algorithms(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A single name, such as rloo.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Estimator or objective, such as rloo (default: all).")
+    ] = None,
 ) -> None:
-    """List advantage estimators, objectives, KL forms and aggregations, or show how to configure one."""
+    """List advantage estimators, objectives, KL forms and aggregations, or show how to use one estimator or
+    objective."""
     from megarl.config.algorithms import describe, describe_one
 
     typer.echo(describe() if name is None else describe_one(name))

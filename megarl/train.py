@@ -151,7 +151,7 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
     """Run one optimizer step per prompts_per_update groups on every trained model, in each epoch. Return the metrics.
 
     With batch.epochs_kl_limit, all models finish an epoch before any of them starts the next one. Training stops after
-    the first epoch in which the actor's divergence from the old policy exceeds the limit.
+    an epoch if the actor's divergence from the old policy exceeds the limit.
 
     Args:
         average: moving average of earlier steps' rewards, updated with this step's rewards.

@@ -1,5 +1,5 @@
-"""Spec classes, which describe estimators and objectives. This module does not import torch, because loading a config
-imports this module.
+"""Classes that describe estimators and objectives. This module does not import torch, because loading a config imports
+this module.
 
 The options of an estimator or objective are the keyword arguments of its function. Recipes use the same names.
 """
@@ -279,7 +279,7 @@ class ObjectiveSpec(Spec):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The actions on which the objective can train."""
+        """The actions that the objective can train on."""
         return ("tokens",)
 
     @property
@@ -289,7 +289,7 @@ class ObjectiveSpec(Spec):
 
     @property
     def adds_noise(self) -> bool:
-        """Whether the objective learns from sampled images to which the trainer adds new noise."""
+        """Whether the objective learns from sampled images after the trainer adds new noise to them."""
         return isinstance(self, VelocityObjective)
 
     @property
@@ -421,8 +421,8 @@ class ImitationObjective(ObjectiveSpec):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelObjective(ObjectiveSpec):
     """An objective that learns the data's labels for steps in responses. The actor is a token classifier. `loss` maps
-    (score [N], label [N], **arguments) to float32 [N]. `labeled` selects the tokens to which a step's label applies:
-    its last token ("end") or all of its tokens ("all")."""
+    (score [N], label [N], **arguments) to float32 [N]. `labeled` selects the tokens that get a step's label: its last
+    token ("end") or all of its tokens ("all")."""
 
     loss: Callable[..., torch.Tensor]
     rows: tuple[Rows, ...] = ("labels",)

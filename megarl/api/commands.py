@@ -1,6 +1,6 @@
 """Training, evaluation and checkpoint conversion, each in its own child process.
 
-A run forks, installs signal handlers and exits with a status. The child process isolates the caller, which may be a
+A run forks, installs signal handlers and exits with a status. The child process isolates the caller, such as a
 notebook, from all of this. The calling process prints the child's output.
 """
 
@@ -113,8 +113,8 @@ def run_training(
 
 
 def run_evaluation(model: str | Path, config: Config, out: str | Path, *, quiet: bool = False) -> dict[str, Any]:
-    """Evaluate a model on the evaluation sets of a recipe, as `megarl evaluate` does. Return the results, which
-    are also in `out/results.json`: `sets` maps each set to its estimates with their 95 % intervals.
+    """Evaluate a model on the evaluation sets of a recipe, as `megarl evaluate` does. Return the results and write them
+    to `out/results.json`: `sets` maps each set to its estimates with their 95 % intervals.
 
     Args:
         model: a model folder or a Hub id.
@@ -134,8 +134,8 @@ def convert_to_megatron(model: str | Path, out: str | Path, *, quiet: bool = Fal
 
     Args:
         out: a new folder.
-        layout: the layout in which the checkpoint is written: tp, pp, vpp, ep, etp, first_stage_layers,
-            last_stage_layers. The checkpoint can be loaded with any other layout.
+        layout: the layout of the written checkpoint: tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers. The
+            checkpoint can be loaded with any other layout.
 
     Raises:
         UserError: the folder does not match its config.json, or the layout does not fit the model.

@@ -163,7 +163,7 @@ def prepare_process() -> None:
     """Configure this process before torch and Megatron are imported."""
     # Raise SystemExit on SIGTERM, so that an interrupted conversion deletes its partial output.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # Importing Megatron emits warnings about optional packages, which conversions do not use.
+    # Importing Megatron emits warnings about optional packages that conversions do not need.
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Allocate tensors in huge pages, because page faults of small pages would take longer than filling the tensors.

@@ -46,8 +46,8 @@ def compute_advantages(
     Args:
         estimator: an estimator with one advantage per sample, such as "grpo", "rloo" or "opo"; `megarl algorithms`
             lists them.
-        rewards: one list per group, which consists of the samples of one prompt. Each sample has one reward, or a
-            mapping from names to rewards, which "gdpo" compares separately.
+        rewards: one list per group (the samples of one prompt). Each sample has one reward, or rewards by name if the
+            estimator compares them separately ("gdpo").
         weights: weights of the rewards by name; 1 by default.
         num_tokens: number of trained tokens of each sample, for estimators that use it; 1 by default.
         greedy: reward of the greedy response to each prompt, for "remax".

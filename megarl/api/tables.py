@@ -141,7 +141,7 @@ def _mask(row: Mapping[str, Any]) -> list[bool] | None:
 
 
 def _typed(values: Sequence[Any], kind: type) -> pyarrow.Array:
-    """Return a column. Values of other types, which a damaged file may contain, become null."""
+    """Return a column. Values of other types, as in a damaged file, become null."""
     import pyarrow
 
     return pyarrow.array([value if is_plain(value, kind) else None for value in values], _arrow_type(kind))

@@ -11,7 +11,7 @@ SLOWDOWN = 1.5
 """A node is slow if its speed probe takes more than this many times as long as the median node's."""
 
 NUM_SLOW = 5
-"""Number of consecutive slow steps after which a node should leave."""
+"""A node should leave after this many consecutive slow steps."""
 
 
 class DeviceState(NamedTuple):

@@ -61,8 +61,8 @@ class Pending(Generic[T]):
 
     def result(self, meanwhile: Callable[[], object] | None = None) -> T:
         """Wait for the calls and return their result. During a long wait, `meanwhile` is called periodically and may
-        wait for other calls. Raise UserError if a worker raised one, and RunFailure, which names process and phase,
-        for any other error."""
+        wait for other calls. Raise UserError if a worker raised one, and for any other error a RunFailure that names
+        process and phase."""
         return first([self], meanwhile)._value
 
     def advance(self) -> bool:

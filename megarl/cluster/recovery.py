@@ -42,9 +42,9 @@ likely cause."""
 class Recovery:
     """Replaces lost ranks of a run's trained models.
 
-    The state after the latest copied step is in shared memory on the ranks' nodes. Until the first copy is complete, it
-    is in the model folders and in the checkpoint from which the run resumed. A copy is complete when all ranks of all
-    models have finished theirs. Until then, each rank also keeps its previous copy."""
+    The state after the latest copied step is in shared memory on the ranks' nodes. Until the first copy is complete,
+    the state is in the model folders and in the checkpoint that the run resumed from. A copy is complete when all ranks
+    of all models have finished theirs. Until then, each rank also keeps its previous copy."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Recovery:
         checkpoint: Checkpoint | None,
         every_steps: int = 1,
     ):
-        """For `groups` and `sharing`, see TrainedModels. checkpoint: the checkpoint from which the run resumed.
+        """For `groups` and `sharing`, see TrainedModels. checkpoint: the checkpoint that the run resumed from.
         every_steps: number of steps between copies."""
         self._session, self._groups, self._sharing, self._checkpoint = session, groups, sharing, checkpoint
         self._every_steps = every_steps
@@ -84,7 +84,7 @@ class Recovery:
         self._printed = set[str]()
         """Lines about nodes that could not be replaced."""
         self.disconnect: list[Callable[[], None]] = []
-        """Callbacks that make other processes close their mappings of the old ranks' GPU memory, which frees it."""
+        """Callbacks that free the old ranks' GPU memory by making other processes close their mappings of it."""
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts for attempts at a task until one of them completes. If ranks are lost in an attempt, they are
@@ -347,7 +347,8 @@ class Recovery:
             self._note_copied(step)
         if self._lacks_copy:
             raise RunFailure(
-                f"{cause}. Shared memory was full, so there is no copy of the ranks' state. Fix: enlarge /dev/shm, and resume with resume=auto"
+                f"{cause}. Shared memory was full, so there is no copy of the ranks' state. Fix: enlarge /dev/shm, and "
+                "resume with resume=auto"
             )
         self._require_other_copies(cause)
 

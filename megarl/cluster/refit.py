@@ -1,7 +1,6 @@
-"""The refit, which writes the actor's weights into the engines.
-
-A refit passes through three levels: Refit in the driver calls EngineGroup's actors, each actor calls its Engine, and
-the engine calls vLLM's workers (RefitExtension), which write the weights.
+"""The refit: writes the actor's weights into the engines. It passes through three levels: Refit in the driver calls
+EngineGroup's actors, each actor calls its Engine, and the engine calls vLLM's workers (RefitExtension). The workers
+write the weights.
 """
 
 from __future__ import annotations

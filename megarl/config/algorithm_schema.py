@@ -218,7 +218,7 @@ class Distillation(Section):
         return self.coefficient > 0 or (self.anneal_steps is not None and self.final_coefficient > 0)
 
     def coefficient_in(self, step: int) -> float:
-        """Return the coefficient in this step, counted from 1."""
+        """Return the coefficient for this step, counting from 1."""
         if self.anneal_steps is None:
             return self.coefficient
         return annealed(self.coefficient, self.final_coefficient, self.anneal_steps, step)

@@ -39,7 +39,7 @@ ERROR, INDENT = "megarl: error: ", "    "
 
 
 def prefix_lines(prefix: str, message: str) -> str:
-    """Prefix each line of an error message, except indented lines, which contain code or a stack trace."""
+    """Prefix each line of an error message, except indented lines of code or of a stack trace."""
     return "\n".join(line if line.startswith(INDENT) else f"{prefix}{line}" for line in message.splitlines())
 
 

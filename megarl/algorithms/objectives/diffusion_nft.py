@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST_ERROR = 1e-5
-"""Lower bound on the mean absolute error, which is DiffusionNFT's divisor of the squared error."""
+"""Lower bound on the mean absolute error, the divisor of the squared error in DiffusionNFT."""
 
 
 def diffusion_nft(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST = 1e-8
-"""Lower bound on the probabilities 1 − p and 1 − q, which keeps the logarithm in the binary divergence finite."""
+"""Lower bound on 1 − p and 1 − q that keeps the logarithm in the binary divergence finite."""
 
 
 def dppo_kl(

@@ -1,4 +1,4 @@
-"""Copies of trained ranks' state in shared memory, which replacement processes restore."""
+"""Copies of trained ranks' state in shared memory, for replacement processes to restore."""
 
 from __future__ import annotations
 

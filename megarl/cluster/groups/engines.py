@@ -138,7 +138,7 @@ class EngineGroup(ReplicaGroup):
         [self.whole_model] = self._destinations([huggingface_holder(self._hf_config, config.model.dtype)])
         """Holder of the whole model in the format that the engines receive."""
         self.by_loader = False
-        """Whether the engines load weights through vLLM's loader, which may transform them."""
+        """Whether the engines load weights through vLLM's loader. The loader may transform the weights."""
 
     def _engine_holders(self, config: Config, count: int, padded_experts: int | None) -> list[Holder]:
         """Return the holders of `count` engines, in order, without quantization."""
@@ -198,7 +198,7 @@ class EngineGroup(ReplicaGroup):
 
     def _switch_to_loader(self, reason: str, names: Sequence[str]) -> None:
         """Make every worker receive whole checkpoint tensors, because of the named parameters or kernels. Raise a
-        UserError if the checkpoint stacks experts, which refits send separately."""
+        UserError if the checkpoint stacks experts, because refits send experts separately."""
         if stacks(self.whole_model.shapes):
             raise UserError(
                 f"rollout.vllm_overrides: {reason} ({names[0]}), so the engines must load whole tensors, but megarl "

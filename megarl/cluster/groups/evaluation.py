@@ -85,7 +85,7 @@ class EvaluationScorer:
 
 def write_samples(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score], append: Append) -> None:
     """Write the scored samples. Overwrite a file and images left by a killed attempt."""
-    with suppress(OSError):  # the disk may be full, which append_rollouts reports
+    with suppress(OSError):  # the disk may be full; append_rollouts reports that
         file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     shutil.rmtree(image_folder(file), ignore_errors=True)

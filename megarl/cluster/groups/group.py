@@ -96,7 +96,7 @@ class WorkerGroup:
         return 1 - sum(busy) / (len(busy) * elapsed)
 
     def phase(self, method: RemoteMethod) -> str:
-        """Describe the phase in which the driver waits for this method, for error messages."""
+        """Describe what the driver does while it waits for this method, for error messages."""
         return method.phase or f"{self.role} {method.name.replace('_', ' ')}"
 
     def read(self, method: RemoteMethod, calls: Mapping[str, ray.ObjectRef]) -> Pending[list[Any]]:

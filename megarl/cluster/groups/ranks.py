@@ -70,7 +70,7 @@ class RankActor(ProcessActor):
 
     def prepare(self) -> None:
         """Prepare this process to replace a rank: import the worker's class and its dependencies. Raise RunFailure if
-        the imports use device memory, which the current rank needs."""
+        the imports use device memory, because the current rank needs it."""
         with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
             thread.submit(self._import).result()
         if device.has_context():
@@ -143,8 +143,7 @@ def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, 
 
 
 def _lower_priority() -> None:
-    """Give this thread the lowest priority. Other threads keep theirs, because an unprivileged process could not raise
-    their priority again."""
+    """Give only this thread the lowest priority, because an unprivileged process could not raise it again."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
@@ -180,7 +179,7 @@ class RankGroup(WorkerGroup):
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
         self.store_address = ("", 0)
-        """Host and port of the ranks' TCPStore, which rank 0 serves."""
+        """Host and port of the ranks' TCPStore on rank 0."""
 
     @remote(timeout="start")
     def _open_store(self) -> tuple[str, int]: ...
@@ -221,8 +220,8 @@ class RankGroup(WorkerGroup):
         return actor_class.remote(*self._arguments, spare, self._session.logs)
 
     def kill(self) -> None:
-        """Kill the ranks' processes, including suspended ones, which Ray cannot end, and wait until they are gone.
-        Processes on lost and dismissed nodes are not awaited."""
+        """Kill the ranks' processes, including suspended ones that Ray cannot end, and wait until they are gone. Do not
+        wait for processes on lost and dismissed nodes."""
         for actor in self._actors.values():
             ray.kill(actor)
         calls, lost = {}, self._session.members.lost()

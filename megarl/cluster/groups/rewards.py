@@ -411,7 +411,7 @@ class RewardGroup(WorkerGroup):
         return actor
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Cancel the scoring of samples from these rollouts, whose scores are no longer needed."""
+        """Cancel the scoring of samples from these rollouts, because their scores are no longer needed."""
         self.listener.forget.remote(set(rollout_ids))
 
     def start(self) -> Pending[list[None]]:

@@ -17,7 +17,7 @@ PROMOTE_S = 5.0
 """Timeout in seconds for a spare to become a rank. It takes milliseconds, unless the process is suspended."""
 
 MAX_FAILURES = 3
-"""Number of failed spare processes after which a rank gets no new one."""
+"""A rank gets no new spare process after this many have failed."""
 
 
 @dataclass(slots=True)

@@ -289,7 +289,7 @@ class TrainerGroup(CopyingGroup):
         return {holder.name: part for holder, part in zip(self.holders, parts, strict=True)}
 
     def connect(self, plan: CompactPlan, rendezvous: Rendezvous) -> Pending[list[None]]:
-        """Set the plan for `send`, which sends each rank's part."""
+        """Set the plan whose parts the ranks send in `send`."""
         return self._connect(share(plan), rendezvous)
 
     def checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> Pending[dict[Region, Checksum]]:
@@ -367,7 +367,7 @@ class TrainerGroup(CopyingGroup):
 
     def written_files(self, checkpoint: Path) -> list[FileRecord] | None:
         """Return the records of all ranks' files, or None while some are still being written. This reads the folder,
-        because a rank would answer only after its current call, which may take minutes."""
+        because a rank may take minutes to finish its current call before it answers."""
         return noted_files(checkpoint, self._worker_role, len(self._processes))
 
 

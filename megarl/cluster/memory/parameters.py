@@ -106,8 +106,8 @@ class Models:
         teachers: Mapping[str, Mapping[str, Any]] | None = None,
         muon: Collection[Role] = (),
     ) -> Models:
-        """Create the models from their config.json files, which include heads. `lora`: the actor's adapters. `muon`:
-        the roles that train with Muon."""
+        """Create the models from their config.json files, including heads. `lora`: the actor's adapters. `muon`: the
+        roles that train with Muon."""
         return cls(
             {r: ModelParameters(c, lora if r == "actor" else None, r in muon) for r, c in trained.items()},
             reward,

@@ -214,7 +214,8 @@ def teacher_parts(config: Config, teachers: Mapping[str, Mapping[str, Any]], gpu
 def scoring_engine_parts(
     config: Config, name: str, settings: RewardModel | Teachers, hf_config: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the bytes of an engine's weights and KV cache, which stay on its GPUs. `name`: the model's name."""
+    """Return the bytes of an engine's weights and KV cache, which it always keeps on its GPUs. `name`: the model's
+    name."""
     weights = huggingface_holder(hf_config, config.model.dtype).shard.num_bytes / settings.layout.tp
     return {f"{name}: weights": weights, f"{name}: KV cache": settings.kv_cache_gib * GIB}
 

@@ -1,5 +1,4 @@
-"""`megarl join`, which runs on every node except the first: it starts Ray for the driver and exits when the run
-ends."""
+"""`megarl join`, for every node except the first: start Ray for the driver, and exit when the run ends."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ MARGIN_S = 15.0
 """Seconds that the driver may need to end the run after its grace period."""
 
 CONNECT_S, LOST_S = 2.0, 30.0
-"""Timeout in seconds for connecting to the first node, and seconds without a connection after which that node counts as
-lost."""
+"""Timeout in seconds for connecting to the first node, and maximum time in seconds without a connection to it before it
+counts as lost."""
 
 
 def main(folder: Path, scratch: Path, timeout_s: float, is_spare: bool) -> int:

@@ -22,7 +22,7 @@ class Members:
     one takes over its number."""
 
     def __init__(self, first: str, others: Sequence[Report] = (), rendezvous: NodeRendezvous | None = None):
-        """first: Ray's id for the driver's node, which has the number 0. others: reports of the other nodes."""
+        """first: Ray's id for the driver's node (number 0). others: reports of the other nodes."""
         self._others, self._rendezvous = list(others), rendezvous
         addresses = alive_nodes() if others else {}
         self._ray_ids = [first, *(addresses[report.address] for report in others)]
@@ -46,7 +46,7 @@ class Members:
         return {number: requests[name] for number in range(len(self)) if (name := self.name(number)) in requests}
 
     def dismiss(self, number: int) -> None:
-        """Treat a live node as lost. Once a spare node has replaced it, it leaves the run."""
+        """Treat a live node as lost. The node leaves the run once a spare node has replaced it."""
         self._dismissed.add(self._ray_ids[number])
 
     def lost(self, patience_s: float = 0.0) -> list[int]:

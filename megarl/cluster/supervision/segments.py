@@ -1,4 +1,4 @@
-"""Named shared memory and semaphores, which an engine's ranks use to communicate. They outlive killed processes.
+"""Named shared memory and semaphores for communication between an engine's ranks. They outlive killed processes.
 
 Libraries choose the names, so a run identifies its own segments by three conditions: a process in the run maps the
 segment, the segment did not exist before the run, and no other process uses it after the run. A segment that a process

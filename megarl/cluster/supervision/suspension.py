@@ -12,8 +12,8 @@ from contextlib import suppress
 import psutil
 
 SUSPENDED_S = 10.0
-"""Seconds after which a suspended process is resumed. Job control is not affected, because it also suspends the process
-that would resume the others. Ray's health checks take longer (see session.HEALTH_CHECKS)."""
+"""Time in seconds before a suspended process is resumed. Job control is not affected, because it also suspends the
+process that would resume the others. Ray's health checks take longer (see session.HEALTH_CHECKS)."""
 
 POLL_S = 2.0
 
