@@ -1,4 +1,4 @@
-"""Per-token loss weights of an update, known before its first microbatch.
+"""Per-token loss weights of an update, computed before its first microbatch.
 
 The loss of an update is Σ w·ℓ over its trained tokens in all microbatches and on all ranks; nothing is divided later.
 Every mode gives all trained tokens of a sample the same weight, so a mode maps the trained-token counts n_i of S
@@ -52,9 +52,8 @@ def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]
 
 
 class Aggregation(NamedTuple):
-    """One aggregation mode: the formula for the weight of one token in an update's loss, and the function (number of
-    trained tokens in each sample, prompt of each sample, maximum response length) -> weight of one token in each
-    sample."""
+    """An aggregation mode. `formula` describes a token's weight in an update's loss. `weights` maps (number of trained
+    tokens in each sample, prompt of each sample, maximum response length) to a token's weight in each sample."""
 
     formula: str
     weights: Callable[[Sequence[int], Sequence[str], int], list[float]]
@@ -91,7 +90,7 @@ def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], abov
 def sample_weights(
     mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int, empty_samples: str = "include"
 ) -> list[float]:
-    """Return, for each sample in an update, the weight of one of its tokens.
+    """Return the weight of one token in each sample of an update.
 
     Args:
         mode: a key of AGGREGATIONS.

@@ -103,7 +103,7 @@ class MovingAverage:
 
     @property
     def value(self) -> float:
-        """The average; 0 before the first step."""
+        """The moving average; 0 before the first step."""
         return self.total / self.weight if self.weight else 0.0
 
     def add(self, reward: float, decay: float) -> None:

@@ -31,13 +31,13 @@ Parameters = Mapping[str, tuple[Any, Option]]
 """Option name -> (type, default), as `pydantic.create_model` takes them. The default is the paper's value."""
 
 Deviation = Literal["sample", "population", "none"]
-"""The standard deviation to divide by, computed with divisor n − 1 ("sample") or n ("population"), or no division."""
+"""Standard deviation to divide by, computed with n − 1 ("sample") or n ("population"); "none" skips the division."""
 
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
 """Below 1, because the ratio's lower bound 1 − clip_low must be positive."""
 
 Credit = Literal["whole", "reward_to_go"]
-"""Whether a token's reward counts for its whole sample, or only for the tokens up to and including it."""
+"""Whether a token's reward is credited to its whole sample, or only to the tokens up to and including it."""
 
 Limit = PositiveFloat | None
 
@@ -137,7 +137,7 @@ class EstimatorSpec(Spec):
         }
 
     def shared_parameters(self) -> Parameters:
-        """Return the options shared by all estimators of this kind."""
+        """Return the options that all estimators of this kind share."""
         return {}
 
     @property

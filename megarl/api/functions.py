@@ -67,7 +67,8 @@ def compute_advantages(
         )
     if isinstance(spec, GroupEstimator) and spec.compare_turns is not None:
         raise UserError(
-            f"estimator={estimator}: compares turns, which compute_advantages does not accept. Fix: use grpo"
+            f"estimator={estimator}: compares turns, but compute_advantages has no turns. Fix: use an estimator such "
+            "as grpo"
         )
     counts = [[1] * len(group) for group in rewards] if num_tokens is None else num_tokens
     greedy = [0.0] * len(rewards) if greedy is None else greedy
@@ -173,7 +174,10 @@ def policy_loss(
     chosen = _with_defaults(spec, options)
     if not isinstance(spec, PolicyObjective) or spec.selection is not None or "tokens" not in spec.actions:
         reason = "selects tokens of the whole update" if spec.selects_tokens else "has no per-token ratio"
-        raise UserError(f"objective={objective}: {reason}, so it cannot be computed from these tensors. Fix: use clip")
+        raise UserError(
+            f"objective={objective}: {reason}, so it cannot be computed from these tensors. Fix: use an objective "
+            "such as clip"
+        )
     _require_name("aggregation", aggregation, AGGREGATIONS)
     num_samples, longest = mask.shape
     rows = _row_sample(mask)[mask.flatten()]

@@ -34,7 +34,7 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     except subprocess.TimeoutExpired as error:
         raise RunFailure(
             f"check of megatron_overrides and fp8: no response from {PROGRAM} within {error.timeout:g} s. "
-            "Fix: raise cluster.timeouts.start"
+            f"Fix: raise cluster.timeouts.start above {error.timeout:g}"
         ) from None
     if child.returncode:
         [error] = child.stderr.splitlines()[-1:] or ["no output"]

@@ -109,11 +109,13 @@ class Recovery:
         """Return whether copies take at most half of the free shared memory on every node. Otherwise, print a note at
         the first call and never replace ranks."""
         if self._fits is None:
-            self._fits = self._has_room(lambda _: (), "the loss of a rank ends the attempt. Fix: enlarge /dev/shm")
+            self._fits = self._has_room(
+                lambda _: (), "the loss of a rank ends the attempt. Fix: enlarge /dev/shm until twice that size is free"
+            )
         if self._fits and self._kept_copies_fit is None and self._session.members.spare_nodes():
             self._kept_copies_fit = self._has_room(
                 lambda group: keepers(group.nodes),
-                "the loss of a node ends the attempt. Fix: enlarge /dev/shm",
+                "the loss of a node ends the attempt. Fix: enlarge /dev/shm until twice that size is free",
             )
         return self._fits
 
@@ -151,8 +153,8 @@ class Recovery:
         return is_first or step % self._every_steps == 0 or bool(self._leaving().keys() - self._blocked)
 
     def note_copying(self, step: int, kept: Collection[Role], problem: str = "") -> None:
-        """Record that all ranks have begun to copy their state after `step`, or that shared memory was full
-        (`problem`). kept: the roles whose copies are also being delivered to keepers."""
+        """Record that all ranks are copying their state after `step`, or that shared memory was full (`problem`). kept:
+        the roles whose copies are also being delivered to keepers."""
         if problem:
             self._note_lacking(step, problem)
         else:
@@ -251,7 +253,7 @@ class Recovery:
         return [role for role in self._roles_on(number) if not keepers(self._groups[role].nodes)]
 
     def _obstacle(self, number: int) -> str:
-        """Return why no spare node can replace this node now, and a remedy; "" if one can."""
+        """Return why no spare node can replace this node now, with a remedy, or "" if one can."""
         alone = [f"all ranks of the {role}" for role in self._alone_on(number)]
         if others := self._session.not_replaceable([number]) or alone:
             return (
@@ -289,7 +291,7 @@ class Recovery:
             raise loss
 
     def _replace(self, cause: str, task: str = "recover") -> None:
-        """Replace all ranks, and replace them again if more ranks are lost in the meantime. Raise RunFailure if these
+        """Replace all ranks, and replace them again if more ranks are lost in the meantime. Raise RunFailure if ranks
         cannot be replaced, or if the step has lost ranks too often. `task` names the replacement in the trace."""
         begin = time.time()
         while True:

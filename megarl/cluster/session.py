@@ -47,7 +47,7 @@ RAYLET_S = 1.0
 
 CAUSE_S = 30.0
 """Maximum time in seconds to wait for the cause if all known errors are consequences, such as closed connections. An
-engine that lost a rank takes several seconds to end its other ranks, and only then reports the loss."""
+engine that has lost a rank reports the loss only after it has ended its other ranks, which takes several seconds."""
 
 CHECK_S = 5.0
 """Interval in seconds between pings of idle processes during a wait."""
@@ -210,7 +210,7 @@ class Session:
     def submit(
         self, calls: Mapping[str, ray.ObjectRef], phase: str, timeout: TimeoutKind, may_fail: Collection[str] = ()
     ) -> Pending[Answers]:
-        """Return the future for these remote calls.
+        """Register these remote calls, and return the future for their results.
 
         Args:
             calls: one call per process, by process name.
@@ -284,8 +284,8 @@ class Session:
         raise error
 
     def _lost_nodes(self, lost: Sequence[int], phase: str, is_replaceable: bool = True) -> RunFailure:
-        """Return the error for the loss of nodes: LostRanks if spare nodes can replace them. `is_replaceable`: whether
-        all failed processes, on all nodes, can be replaced."""
+        """Return the error for lost nodes: LostRanks if spare nodes can replace them. `is_replaceable`: whether all
+        failed processes, on all nodes, can be replaced."""
         names = list(map(self.members.name, lost))
         if self._rendezvous is not None:
             self._rendezvous.note_lost(names)
@@ -320,7 +320,7 @@ class Session:
         return lost
 
     def _lost_ranks(self, message: str) -> LostRanks:
-        """Return the error for the loss of replaceable processes, and drop their calls and all failed calls."""
+        """Return the error for lost replaceable processes, and drop their calls and all failed calls."""
         self._pending = [
             pending
             for pending in self._pending

@@ -212,7 +212,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     try:
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
     except ValueError:
-        problem = f"the integer is too long ({len(text)} digits). Fix: use a smaller number"
+        problem = f"the integer is too long ({len(text)} digits). Fix: use at most 4,300 digits"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 

@@ -109,9 +109,10 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
         return False
     if not first_node.answers():
         raise RunFailure(
-            f"lost the connection to the first node, {invitation.host}. Fix: see the driver's output on that node"
+            f"lost the connection to the first node, {invitation.host}. Fix: resolve the error in the "
+            "driver's output on that node"
         )
-    problem = f"node {report.name}: Ray exited with status {ray.poll()}. Fix: see {log}"
+    problem = f"node {report.name}: Ray exited with status {ray.poll()}. Fix: resolve the error in {log}"
     rendezvous.report(replace(report, problem=problem, is_failure=True))
     raise RunFailure(problem)
 
