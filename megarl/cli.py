@@ -34,7 +34,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(convert.app, name="convert")
 
 MAX_GRACE_S = 3600.0
-"""Maximum time in seconds that `megarl join` waits for the run to finish after a signal. The run's own limit is
+"""Maximum time in seconds that `megarl join` gives the run to finish after a signal. The run itself is limited by
 checkpoint.grace_s."""
 
 
@@ -423,8 +423,8 @@ def trace(
 
 
 def main() -> None:
-    """Run the command and exit with its code. If it raises a UserError or RunFailure, print the error to stderr and
-    exit with the error's code. If an optional package is missing, print how to install it."""
+    """Run the command and exit with its status. For a UserError or RunFailure, print the error to stderr and exit with
+    the error's exit code. If an optional package is missing, print how to install it."""
     escape_unencodable()
     try:
         app()

@@ -102,9 +102,9 @@ def finished_rollouts(config: Config, workers: Workers, context: RunContext, dat
 def step(
     config: Config, workers: Workers, context: RunContext, queue: RolloutQueue, logprob_check: LogprobCheck
 ) -> dict[str, float]:
-    """Collect rollouts, train on them, and sync the weights. Return the step's metrics. Afterwards, the engines' weight
-    version equals the step number. Rollouts that the queue has started for later steps continue in the meantime, except
-    on engines that share devices with the trained models."""
+    """Collect rollouts, train on them, and sync the weights, so that the engines' weight version equals the step
+    number. Return the step's metrics. Meanwhile, the queue's rollouts for later steps continue, except on engines that
+    share devices with the trained models."""
     workers.take_idle_shares()  # discard the idle time before this step
     watch, number, trained = context.stopwatch(), context.state.step, workers.trained
     file = context.folder.rollouts(number)
@@ -180,18 +180,18 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
 
 
 def train_again(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> None:
-    """Repeat the training of an earlier step whose result was lost with a rank. See `train`.
+    """Repeat the training of an earlier step, because its result was lost with a rank. See `train`.
 
     Args:
         average: moving average before the step; not updated.
     """
     train(config, workers, rollouts, number, replace(average))
-    take_advantages(workers.actor)  # discard them, because the step has already recorded them
+    take_advantages(workers.actor)  # discard them; the step has already recorded them
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
-    """After a step, adapt the KL coefficient, adapt the objective's penalty and update the reference model, each only
-    if the config enables it."""
+    """After a step, adapt the KL coefficient and the objective's penalty, and update the reference model, if the config
+    enables them."""
     kl = config.algorithm.kl
     name = config.algorithm.kl_metric
     if kl.adaptive_target is not None and name in metrics:  # absent if no token was trained

@@ -1,7 +1,7 @@
 """Estimators and objectives by name.
 
-megarl's entries are discovered from their packages: each file defines a SPEC that is named after the file. They are
-sorted by kind, then by name. A user's entry is `path/to/file.py:NAME`, where NAME is a spec defined in that file.
+megarl's entries are discovered in their packages, where each file defines a SPEC with the file's name, and sorted by
+kind, then by name. A user's entry is `path/to/file.py:NAME`, where NAME is a spec defined in that file.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ class ObjectiveSpec(Spec):
 
     Args:
         rows: the values of data.format that the objective supports; "prompts" stands for sampled responses.
-        reads_reference: whether its loss compares log-probs with the reference's.
+        reads_reference: whether its loss compares the actor's log-probs with the reference's.
         classifier: the kind of classifier that the actor must be; None for a language model.
         rules: (options) -> None, or an error message with key, value, reason and remedy.
     """
@@ -305,7 +305,7 @@ class ObjectiveSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The tokens in an update that an objective treats differently: the share with the highest selection keys.
+    """The tokens in an update that an objective treats differently: the fraction with the highest selection keys.
 
     Args:
         order: (covariance [N], draw [N], **arguments) -> selection key, float32 [N]. `draw` is uniform in [0, 1).
@@ -420,9 +420,9 @@ class ImitationObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelObjective(ObjectiveSpec):
-    """An objective that learns the data's labels for steps in responses. The actor is a token classifier. `loss` maps
-    (score [N], label [N], **arguments) to float32 [N]. `labeled` selects the tokens that get a step's label: its last
-    token ("end") or all of its tokens ("all")."""
+    """An objective that learns labels of the steps in responses. The actor is a token classifier. `loss` maps (score
+    [N], label [N], **arguments) to float32 [N]. `labeled` selects the tokens that get a step's label: its last token
+    ("end") or all of its tokens ("all")."""
 
     loss: Callable[..., torch.Tensor]
     rows: tuple[Rows, ...] = ("labels",)

@@ -78,7 +78,7 @@ def run_training(
 
     Args:
         config: the recipe, from `load_config`.
-        on_step: called with the step number and the metrics of each step that this run completes.
+        on_step: called with the step number and the metrics after each step.
         on_evaluation: called with the step number and the evaluation metrics after each evaluation. The step number of
             the initial model's evaluation is 0.
         on_checkpoint: called with the step number and the folder of each completed checkpoint. The run deletes the
@@ -122,7 +122,7 @@ def run_evaluation(model: str | Path, config: Config, out: str | Path, *, quiet:
 
     Raises:
         UserError: the recipe, the model or `out` is invalid.
-        RunFailure: a set could not be scored, or the evaluation failed.
+        RunFailure: an evaluation set could not be scored, or the evaluation failed.
     """
     with _recipe(config) as recipe:
         _run("evaluate", str(model), str(recipe), "--out", str(out), quiet=quiet)
@@ -227,7 +227,7 @@ def _run(*arguments: str, quiet: bool, handle: Callable[[Mapping[str, Any]], Non
 
 
 def _interrupt(process: subprocess.Popen[str]) -> None:
-    """Interrupt the command and wait until it has ended. Forward further interrupts of this process."""
+    """Interrupt the command and wait until it has ended. Forward further interrupts to it."""
     while process.poll() is None:
         with suppress(KeyboardInterrupt):
             process.send_signal(signal.SIGINT)

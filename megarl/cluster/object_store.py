@@ -1,4 +1,4 @@
-"""Closed-form estimate of the size of the samples in Ray's object store."""
+"""Closed-form estimate of the space for samples in Ray's object store."""
 
 from __future__ import annotations
 

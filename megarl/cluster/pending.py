@@ -94,7 +94,7 @@ class Pending(Generic[T]):
         return {name for name, error in errors.items() if is_loss(error) or is_lost_task(error)}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
-        """Record the return values or errors of this Pending's calls that are in `ended`."""
+        """Record the return values or errors of the calls in `ended` that belong to this Pending."""
         for ref in [ref for ref in self.unfinished if ref in ended]:
             name = self.unfinished.pop(ref)
             value, error = outcome(ref)

@@ -1,4 +1,4 @@
-"""The batch arithmetic of a run, as `megarl config explain` prints it."""
+"""The batch arithmetic that `megarl config explain` prints."""
 
 from __future__ import annotations
 

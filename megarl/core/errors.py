@@ -50,8 +50,8 @@ def print_error(message: object) -> None:
 
 
 def install_extra(extra: str) -> str:
-    """Return a remedy that installs an extra, such as `run`. megarl is not on PyPI, and the package
-    named megarl there belongs to another project."""
+    """Return a remedy that installs an extra, such as `run`. The package named megarl on PyPI belongs to another
+    project."""
     return f"run pip install '.[{extra}]' in a checkout of megarl, or pip install 'FILE.whl[{extra}]' with its wheel"
 
 

@@ -32,8 +32,8 @@ def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str
 
 
 def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
-    """Return, for each reward, the probability that it is the largest of k rewards drawn without replacement: C(j, k−1)
-    / C(n, k) for a reward with j rewards below it. Among equal rewards, the later one in the list ranks higher."""
+    """Return the probability that each reward is the largest of k rewards drawn without replacement: C(j, k−1) / C(n,
+    k) for a reward with j rewards below it. Among equal rewards, the later one in the list ranks higher."""
     _check(rewards, k)
     sets = math.comb(len(rewards), k)
     return [math.comb(rank, k - 1) / sets for rank in _ranks(rewards)]

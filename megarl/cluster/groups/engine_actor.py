@@ -54,7 +54,7 @@ class _Generating:
 
 
 class EngineProcess(ReplicaActor):
-    """One engine. Ray runs all calls in one event loop, so other calls can run while `generate` waits for its
+    """One engine. Ray runs all calls in one event loop, so that other calls can run while `generate` waits for
     samples."""
 
     num_parts: ClassVar[int] = 1

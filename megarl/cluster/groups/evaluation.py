@@ -84,7 +84,7 @@ class EvaluationScorer:
 
 
 def write_samples(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score], append: Append) -> None:
-    """Write the scored samples. Overwrite a file and images left by a killed attempt."""
+    """Write the scored samples. Replace a file and images that a killed attempt has left."""
     with suppress(OSError):  # the disk may be full; append_rollouts reports that
         file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)

@@ -69,8 +69,8 @@ class RankActor(ProcessActor):
         return self._batches.fetch(argument, with_files=self._worker.has_tower)
 
     def prepare(self) -> None:
-        """Prepare this process to replace a rank: import the worker's class and its dependencies. Raise RunFailure if
-        the imports use device memory, because the current rank needs it."""
+        """Prepare this spare process: import the worker's class and its dependencies. Raise RunFailure if the imports
+        use device memory, because the current rank needs it."""
         with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
             thread.submit(self._import).result()
         if device.has_context():
@@ -251,5 +251,5 @@ class RankGroup(WorkerGroup):
         self.packing, self.kernels = started[0].packing, started[0].kernels
 
     def _by_rank(self, batches: Sequence[RankBatch]) -> list[tuple[RankBatch]]:
-        """Return each rank's arguments for a remote method that takes the batch of its data-parallel rank."""
+        """Return each rank's arguments for a remote method: the batch of its data-parallel rank."""
         return [(batches[rank],) for rank in self._data_parallel_ranks]

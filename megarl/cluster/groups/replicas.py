@@ -79,8 +79,8 @@ class ReplicaGroup(WorkerGroup):
     """A class derived from ReplicaActor, as a Ray actor."""
     role: str
     awaits_restarts: ClassVar[bool]
-    """Whether work waits for a restarting engine if no other engine is left. Set it only for engines that start with
-    their weights."""
+    """Whether work waits for a restarting engine if no other engine is left. True only for engines that load weights at
+    startup."""
 
     def __init__(
         self,

@@ -209,7 +209,7 @@ PlacedTeacher = TeacherGroup | TeacherEngineGroup
 
 
 class SelfTeacher:
-    """A teacher that is the policy or the reference with privileged prompts. It runs on the actor's ranks."""
+    """The policy or the reference as a teacher with privileged prompts. It runs on the actor's ranks."""
 
     def __init__(self, teacher: Teacher, actor: TrainerGroup):
         self.scores, self._actor = teacher.scores, actor

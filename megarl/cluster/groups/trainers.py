@@ -118,7 +118,7 @@ def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tupl
 
 
 def _first_result(parts: Sequence[list[T]]) -> list[T]:
-    """Return the first nonempty result. Only one rank per replica returns a result, and these are equal."""
+    """Return the first nonempty result. One rank per replica returns a result, and all of these are equal."""
     return next(part for part in parts if part)
 
 
@@ -181,7 +181,7 @@ class TrainerGroup(CopyingGroup):
 
     @remote(timeout="update", join=join_by_sample)
     def take_advantages(self) -> dict[str, float]:
-        """Collect each trained sample's mean advantage over its trained tokens from the ranks, keyed by sample id."""
+        """Collect the mean advantage over the trained tokens of each trained sample from the ranks, by sample id."""
         ...
 
     @remote(timeout="update", join=join_by_sample)

@@ -123,7 +123,7 @@ class VllmActor(ReplicaActor):
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class PartActor(ProcessActor):
-    """An engine's ranks on a node other than the engine's first node."""
+    """An engine's ranks on one of its nodes after the first."""
 
     def __init__(self, process: Process, logs: Path, batch_invariant: bool):
         super().__init__(process, logs)

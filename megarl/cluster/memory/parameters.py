@@ -1,4 +1,4 @@
-"""Shard sizes of the trained models, cached for layouts that share them, and the host memory that the ranks need."""
+"""Shard sizes of the trained models, cached across layouts, and the host memory that ranks need."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def min_host_bytes(config: Config, models: Models, policy: ModelParameters) -> d
     config.
 
     Args:
-        policy: the actor's model as the engines hold it, without heads that exist only in the trainer.
+        policy: the actor's model in the engines, without heads that only the trainer has.
     """
     num_bytes = item_bytes(config)
     parts: dict[str, int] = {}

@@ -21,7 +21,7 @@ from megarl.resharding.families import huggingface_holder
 @dataclass(frozen=True, slots=True)
 class Load:
     """A GPU's memory load in one phase of a step. `parts` maps each item's description to its bytes. `remedy` is the
-    fix to suggest if the load exceeds the memory."""
+    suggested fix if the load exceeds the memory."""
 
     phase: str
     parts: Mapping[str, float]
@@ -170,8 +170,8 @@ def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> di
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
-    """Return the bytes of each state whose size is certain, by its name in `offload`, or an empty dict if the GPU has
-    no rank of the model."""
+    """Return the bytes of each state of known size, by its name in `offload`, or an empty dict if the GPU has no rank
+    of the model."""
     span = device_spans(config)[NAMES[settings.section]]
     if gpu not in span:
         return {}

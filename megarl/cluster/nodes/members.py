@@ -65,7 +65,7 @@ class Members:
 
     def spare_nodes(self) -> list[Report]:
         """Return the reports of the spare nodes, in the order of their names. Print a line for each new one. Spare
-        nodes that should be replaced leave the run."""
+        nodes with a request to replace them leave the run."""
         if self._rendezvous is None:
             return []
         used, requests = {*self._ray_ids, *self._dismissed}, self._rendezvous.leave_requests()

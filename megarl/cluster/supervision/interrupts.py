@@ -25,7 +25,7 @@ class Interrupts:
         self._signaled_at: float | None = None
         self._grace_s = 0.0
         self._is_awaited = False
-        """Whether the body of `grace` continues after the first signal."""
+        """Whether the body of `grace` continues running after the first signal."""
         self._can_cut_short = False
         """Whether a later signal, or the end of the grace period, raises KeyboardInterrupt."""
 

@@ -40,7 +40,7 @@ class Segment(NamedTuple):
 
 
 def note_earlier(scratch: Path) -> None:
-    """Record in the scratch folder which segments exist before the run."""
+    """List the segments that exist before the run in a file in the scratch folder."""
     _write(scratch, EARLIER, _existing(file.name for file in SHARED_MEMORY.iterdir()))
 
 
@@ -52,7 +52,7 @@ def name_semaphores(scratch: Path) -> None:
 
 
 def note(scratch: Path) -> None:
-    """Record in the scratch folder which segments this process and its descendants map."""
+    """List the segments that this process and its descendants map in a file in the scratch folder."""
     _write(scratch, f"{NOTE}.{os.getpid()}", mapped())
 
 
