@@ -34,7 +34,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(convert.app, name="convert")
 
 MAX_GRACE_S = 3600.0
-"""Maximum time in seconds that `megarl join` waits for the run to finish after a signal. The run's own limit is
+"""Maximum time in seconds that `megarl join` gives the run to finish after a signal. The run itself is limited by
 checkpoint.grace_s."""
 
 
@@ -82,7 +82,7 @@ def show(file: Recipe, overrides: Overrides = None) -> None:
 
 @config_app.command()
 def explain(file: Recipe, overrides: Overrides = None) -> None:
-    """Print a recipe's batch arithmetic and check the recipe against locally available models."""
+    """Print a recipe's batch arithmetic, and check the recipe against its models if they are available locally."""
     from megarl.config.explain import explain
     from megarl.models.run_models import check_local_models
     from megarl.resharding.selection import check_all_selections
@@ -187,7 +187,8 @@ app.command()(node)
 @app.command()
 def reshard(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="Recipe, instead of --model, --from and --to.")
+        Path | None,
+        typer.Argument(metavar="FILE", help="Recipe whose refit to plan, instead of --model, --from and --to."),
     ] = None,
     overrides: Overrides = None,
     model: Annotated[
@@ -309,9 +310,12 @@ def plan(
 
 @app.command()
 def algorithms(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A single name, such as rloo.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Estimator or objective, such as rloo (default: all).")
+    ] = None,
 ) -> None:
-    """List advantage estimators, objectives, KL forms and aggregations, or show how to configure one."""
+    """List advantage estimators, objectives, KL forms and aggregations, or show how to use one estimator or
+    objective."""
     from megarl.config.algorithms import describe, describe_one
 
     typer.echo(describe() if name is None else describe_one(name))
@@ -348,7 +352,7 @@ def report(
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folder, such as runs/latest.")],
     reads_all: Annotated[
-        bool, typer.Option("--all", help="Compare all rollout files with the ledger, not only about 64 MB of them.")
+        bool, typer.Option("--all", help="Compare every rollout file with the ledger (default: about 64 MB of them).")
     ] = False,
 ) -> None:
     """Prove from a run's files which step trained on which rows and with which weights.
@@ -419,8 +423,8 @@ def trace(
 
 
 def main() -> None:
-    """Run the command and exit with its code. If it raises a UserError or RunFailure, print the error to stderr and
-    exit with the error's code. If a package of an extra is not installed, print how to install it."""
+    """Run the command and exit with its status. For a UserError or RunFailure, print the error to stderr and exit with
+    the error's exit code. If an optional package is missing, print how to install it."""
     escape_unencodable()
     try:
         app()

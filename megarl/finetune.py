@@ -126,8 +126,7 @@ def train(
     groups: Sequence[Sequence[SampleRef]],
     number: int,
 ) -> Metrics:
-    """Run the teachers and the forward-only passes that the objective needs, then one optimizer step per
-    prompts_per_update rows."""
+    """Run the teachers and the required forward-only passes, then one optimizer step per prompts_per_update rows."""
     updates = [samples_of(update) for update in updates_of(config, groups)]
     scores, metrics = {}, {}
     if teachers:

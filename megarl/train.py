@@ -90,7 +90,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
 
 
 def finished_rollouts(config: Config, workers: Workers, context: RunContext, data: PromptSet) -> FinishedRollouts:
-    """Restore the rollouts that earlier attempts have finished since the checkpoint, and start to record new ones."""
+    """Restore the rollouts that earlier attempts finished after the checkpoint, and start recording new ones."""
     folder, origin = context.folder, {"data": data.data_hash, "code": context.folder.code_hashes}
     finished = FinishedRollouts(config, workers.rewards, folder.finished, origin, reproduces=not device.on_cuda())
     moved = folder.moved if config.resume == "auto" else None
@@ -102,9 +102,9 @@ def finished_rollouts(config: Config, workers: Workers, context: RunContext, dat
 def step(
     config: Config, workers: Workers, context: RunContext, queue: RolloutQueue, logprob_check: LogprobCheck
 ) -> dict[str, float]:
-    """Collect rollouts, train on them, and sync the weights. Return the step's metrics. Afterwards, the engines' weight
-    version equals the step number. Rollouts that the queue has started for later steps continue in the meantime, except
-    on engines that share devices with the trained models."""
+    """Collect rollouts, train on them, and sync the weights, so that the engines' weight version equals the step
+    number. Return the step's metrics. Meanwhile, the queue's rollouts for later steps continue, except on engines that
+    share devices with the trained models."""
     workers.take_idle_shares()  # discard the idle time before this step
     watch, number, trained = context.stopwatch(), context.state.step, workers.trained
     file = context.folder.rollouts(number)
@@ -151,7 +151,7 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
     """Run one optimizer step per prompts_per_update groups on every trained model, in each epoch. Return the metrics.
 
     With batch.epochs_kl_limit, all models finish an epoch before any of them starts the next one. Training stops after
-    the first epoch in which the actor's divergence from the old policy exceeds the limit.
+    an epoch if the actor's divergence from the old policy exceeds the limit.
 
     Args:
         average: moving average of earlier steps' rewards, updated with this step's rewards.
@@ -180,18 +180,18 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
 
 
 def train_again(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> None:
-    """Repeat the training of an earlier step whose result was lost with a rank. See `train`.
+    """Repeat the training of an earlier step, because its result was lost with a rank. See `train`.
 
     Args:
         average: moving average before the step; not updated.
     """
     train(config, workers, rollouts, number, replace(average))
-    take_advantages(workers.actor)  # discard them, because the step has already recorded them
+    take_advantages(workers.actor)  # discard them; the step has already recorded them
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
-    """After a step, adapt the KL coefficient, adapt the objective's penalty and update the reference model, each only
-    if the config enables it."""
+    """After a step, adapt the KL coefficient and the objective's penalty, and update the reference model, if the config
+    enables them."""
     kl = config.algorithm.kl
     name = config.algorithm.kl_metric
     if kl.adaptive_target is not None and name in metrics:  # absent if no token was trained

@@ -1,4 +1,4 @@
-"""Per-token loss weights of an update, known before its first microbatch.
+"""Per-token loss weights of an update, computed before its first microbatch.
 
 The loss of an update is Σ w·ℓ over its trained tokens in all microbatches and on all ranks; nothing is divided later.
 Every mode gives all trained tokens of a sample the same weight, so a mode maps the trained-token counts n_i of S
@@ -52,9 +52,8 @@ def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]
 
 
 class Aggregation(NamedTuple):
-    """One aggregation mode: the formula for the weight of one token in an update's loss, and the function (number of
-    trained tokens in each sample, prompt of each sample, maximum response length) -> weight of one token in each
-    sample."""
+    """An aggregation mode. `formula` describes a token's weight in an update's loss. `weights` maps (number of trained
+    tokens in each sample, prompt of each sample, maximum response length) to a token's weight in each sample."""
 
     formula: str
     weights: Callable[[Sequence[int], Sequence[str], int], list[float]]
@@ -78,7 +77,8 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
 
 
 def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], above: float) -> list[float]:
-    """Return w = 1 / Σ n_j over the samples j with outcome > above, for their tokens; 0 for all other tokens.
+    """Return the weight of one token in each sample: 1 / Σ n_j over the samples j with outcome > above, if the sample
+    is one of them, else 0.
 
     The loss is then the mean over positive examples, as in VAPO (https://arxiv.org/abs/2504.05118, eq. 10).
     """
@@ -90,7 +90,7 @@ def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], abov
 def sample_weights(
     mode: str, num_tokens: Sequence[int], prompts: Sequence[str], max_tokens: int, empty_samples: str = "include"
 ) -> list[float]:
-    """Return, for each sample in an update, the weight of one of its tokens.
+    """Return the weight of one token in each sample of an update.
 
     Args:
         mode: a key of AGGREGATIONS.

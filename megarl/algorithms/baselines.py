@@ -35,7 +35,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a rollout: the reward for it, and a hash of the environment's state in which it starts."""
+    """One turn of a rollout: its reward, and a hash of the environment state before the turn."""
 
     state: int
     reward: float
@@ -79,8 +79,8 @@ def scale_of(deviation: float, std_epsilon: float) -> float:
 
 
 def standard_deviation(rewards: Sequence[float], std: str) -> float:
-    """Return the standard deviation of the rewards. It is exactly 0 for equal rewards, even if rounding makes their
-    mean differ from them. std="sample" divides the squared deviations by n − 1, "population" by n."""
+    """Return the standard deviation of the rewards. It is exactly 0 for equal rewards, without rounding error.
+    std="sample" divides the squared deviations by n − 1, "population" by n."""
     if min(rewards) == max(rewards):
         return 0.0
     average = mean(rewards)
@@ -103,7 +103,7 @@ class MovingAverage:
 
     @property
     def value(self) -> float:
-        """The average; 0 before the first step."""
+        """The moving average; 0 before the first step."""
         return self.total / self.weight if self.weight else 0.0
 
     def add(self, reward: float, decay: float) -> None:

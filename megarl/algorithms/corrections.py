@@ -1,6 +1,6 @@
 """Off-policy corrections for samples whose behavior policy μ differs from π_old.
 
-π_old is the trainer's policy at the start of a step. μ is the policy that sampled the responses; its log-probs were
+π_old is the trainer's policy at the start of a step. μ is the policy that sampled the responses, with log-probs
 computed by the engine. In asynchronous runs, μ may also have older weights.
 """
 

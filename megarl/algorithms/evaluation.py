@@ -28,7 +28,7 @@ class Estimate:
 
 
 def estimates(scores: Sequence[Scores], samples_per_prompt: int, success_above: float) -> dict[str, Estimate]:
-    """Return all estimates that can be computed from the scores, by name. `scores` contains one entry per prompt."""
+    """Return all estimates that the scores allow, by name. `scores` contains one entry per prompt."""
     known = [[score for score in group if score is not None] for group in scores]
     num_samples = sum(map(len, known))
     by_name = {}

@@ -66,7 +66,7 @@ STEP_KLS: Mapping[str, str] = {
     "velocity": "mean((v − v_ref)²)",
 }
 """Estimator -> formula of the KL of a denoising step, computed from velocities and averaged over elements. Estimators
-that use log-probs are not offered, because they have a variance, unlike these formulas."""
+that use log-probs are not offered, because they would add variance."""
 
 
 def usual_estimator(placement: str, level: str) -> str:
@@ -86,8 +86,8 @@ score."""
 
 
 def distillation_estimator(placement: str) -> str:
-    """Return the estimator of the divergence from a teacher whose gradient is that of KL(π ‖ π_teacher): k1 in the
-    advantage, and k2 in the loss. The placement is "advantage" or "loss"."""
+    """Return the estimator whose gradient, in this placement, is that of KL(π ‖ π_teacher): k1 in the advantage, k2 in
+    the loss. The placement is "advantage" or "loss"."""
     return "k1" if placement == "advantage" else "k2"
 
 
@@ -174,7 +174,7 @@ def kl_reward(
 
 
 def annealed(coefficient: float, final: float, num_steps: int, step: int) -> float:
-    """Return the coefficient in a step, counted from 1: linear from `coefficient` in step 1 to `final` in step
+    """Return the coefficient for a step, counting from 1: linear from `coefficient` in step 1 to `final` in step
     num_steps + 1, then constant."""
     done = min((step - 1) / num_steps, 1.0)
     return (1 - done) * coefficient + done * final

@@ -20,7 +20,7 @@ def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return exp of the bounded log-ratio, which is finite and has a finite gradient."""
+    """Return exp of the bounded log-ratio, so that value and gradient are finite."""
     return bounded(log_ratio).exp()
 
 

@@ -1,7 +1,7 @@
 """Estimators and objectives by name.
 
-megarl's entries are discovered from their packages: each file defines a SPEC that is named after the file. They are
-sorted by kind, then by name. A user's entry is `path/to/file.py:NAME`, where NAME is a spec defined in that file.
+megarl's entries are discovered in their packages, where each file defines a SPEC with the file's name, and sorted by
+kind, then by name. A user's entry is `path/to/file.py:NAME`, where NAME is a spec defined in that file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def find(package: ModuleType, kind: type[AnySpec], rank: Callable[[AnySpec], int
     specs = list(_specs(package, kind))
     duplicates = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
     if duplicates:
-        raise ImportError(f"{package.__name__}: more than one file has the name {', '.join(sorted(duplicates))}")
+        raise ImportError(f"{package.__name__}: several files define {', '.join(sorted(duplicates))}")
     return {spec.name: spec for spec in sorted(specs, key=lambda spec: (rank(spec), spec.name))}
 
 
@@ -67,7 +67,7 @@ def spec_in_file(key: str, name: str, kind: type[AnySpec]) -> tuple[AnySpec, str
     if not isinstance(spec, kind):
         kinds = " or ".join(subclass.__name__ for subclass in kind.__subclasses__())
         raise UserError(
-            f"{key}={name}: {path} defines no {inner} of type {kind.__name__}. Fix: set {inner} to a {kinds}"
+            f"{key}={name}: {path} defines no {inner} of type {kind.__name__}. Fix: define {inner} as a {kinds}"
         )
     for function, num_positional, parameters in spec.functions:
         try:

@@ -68,8 +68,8 @@ def temporal_differences(
 
 
 def turns_of(mask: torch.Tensor, row_sample: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's turn, int64 [N], non-decreasing. A turn is a run of trained tokens of a sample. An
-    untrained row has the index of the turn before it; rows before the first turn have −1.
+    """Return the index of each row's turn, int64 [N], non-decreasing. A turn is a run of consecutive trained tokens in
+    a sample. An untrained row has the index of the turn before it; rows before the first turn have −1.
 
     Args:
         mask: bool [N], true for trained tokens.

@@ -1,4 +1,4 @@
-"""Losses for reward models: on pairs of a better and a worse response to the same prompt, and on labels."""
+"""Losses for reward models, on preference pairs (a better and a worse response to one prompt) and on labels."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def token_reward(log_prob: torch.Tensor, reference: torch.Tensor, beta: float) -
     """Return r_t = β·(log π_φ(y_t) − log π_ref(y_t)), differentiable in log_prob. log_prob, reference: float32 [N].
 
     These are the token rewards of PRIME's implicit reward model (https://arxiv.org/abs/2502.01456, eq. 2). The model is
-    trained with the binary cross-entropy of each sample's success, whose log-odds are the sum of the sample's token
-    rewards (eq. 3).
+    trained with the binary cross-entropy of each sample's success. The log-odds of success are the sum of the sample's
+    token rewards (eq. 3).
     """
     require_one_shape(log_prob=log_prob, reference=reference)
     return beta * (log_prob - reference)

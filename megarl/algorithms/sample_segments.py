@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleSegments:
-    """The rows of a set of samples that are on one rank.
+    """One rank's rows of a set of samples.
 
     Attributes:
         mask: bool [N], true for trained tokens; only these are summed.
@@ -78,6 +78,6 @@ class SampleSegments:
         return self.count[self.row_sample] * self.mean(values)
 
     def _sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Return each sample's sum over this rank's rows, float32 [S]."""
+        """Return the sum over this rank's rows of each sample, float32 [S]."""
         trained = values.where(self.mask, 0.0)
         return trained.new_zeros(self.num_samples).index_add(0, self.row_sample, trained)

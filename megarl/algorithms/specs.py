@@ -1,5 +1,5 @@
-"""Spec classes, which describe estimators and objectives. This module does not import torch, because loading a config
-imports this module.
+"""Classes that describe estimators and objectives. This module does not import torch, because loading a config imports
+this module.
 
 The options of an estimator or objective are the keyword arguments of its function. Recipes use the same names.
 """
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 Option = float | int | str | bool | None
 Options = Mapping[str, Any]
-"""Option name -> value, whose type is in the entry's `parameters`."""
+"""Option name -> value. The entry's `parameters` contain the types."""
 
 Parameters = Mapping[str, tuple[Any, Option]]
 """Option name -> (type, default), as `pydantic.create_model` takes them. The default is the paper's value."""
 
 Deviation = Literal["sample", "population", "none"]
-"""The standard deviation to divide by, computed with divisor n − 1 ("sample") or n ("population"), or no division."""
+"""Standard deviation to divide by, computed with n − 1 ("sample") or n ("population"); "none" skips the division."""
 
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
 """Below 1, because the ratio's lower bound 1 − clip_low must be positive."""
 
 Credit = Literal["whole", "reward_to_go"]
-"""Whether a token's reward counts for its whole sample, or only for the tokens up to and including it."""
+"""Whether a token's reward is credited to its whole sample, or only to the tokens up to and including it."""
 
 Limit = PositiveFloat | None
 
@@ -54,7 +54,7 @@ def defaults(parameters: Parameters) -> dict[str, Option]:
 
 
 Kind = Literal["sequence", "token"]
-"""Kind of classifier: it scores a sample's last token ("sequence") or each of its tokens."""
+"""Kind of classifier: it scores a sample's last token ("sequence") or each of its tokens ("token")."""
 
 BaselineKind = Literal["none", "moving_average", "greedy", "group", "values"]
 
@@ -137,7 +137,7 @@ class EstimatorSpec(Spec):
         }
 
     def shared_parameters(self) -> Parameters:
-        """Return the options shared by all estimators of this kind."""
+        """Return the options that all estimators of this kind share."""
         return {}
 
     @property
@@ -183,10 +183,10 @@ class GroupEstimator(SampleEstimator):
         compare_tokens: (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards.
         amplify: (groups in an update) -> factor that multiplies all advantages in the update.
         step_scale: (groups in a step, **arguments) -> the common scale of all samples in the step, for std_over=step.
-        step_moments: (groups in a step, **arguments) -> mean and scale of the advantages in the step, which are
-            normalized with them. None: they are not normalized. The scales of `compare` must be 1.
-        compare_turns: (turns of each rollout, **arguments) -> advantage of each turn, which is added to that of its
-            tokens.
+        step_moments: (groups in a step, **arguments) -> mean and scale for normalizing the advantages in the step. None
+            skips the normalization. The scales of `compare` must be 1.
+        compare_turns: (turns of each rollout, **arguments) -> advantage of each turn, added to that of each of the
+            turn's tokens.
     """
 
     comparison: BaselineKind = "group"
@@ -266,7 +266,7 @@ class ObjectiveSpec(Spec):
 
     Args:
         rows: the values of data.format that the objective supports; "prompts" stands for sampled responses.
-        reads_reference: whether its loss compares log-probs with the reference's.
+        reads_reference: whether its loss compares the actor's log-probs with the reference's.
         classifier: the kind of classifier that the actor must be; None for a language model.
         rules: (options) -> None, or an error message with key, value, reason and remedy.
     """
@@ -279,7 +279,7 @@ class ObjectiveSpec(Spec):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The actions on which the objective can train."""
+        """The actions that the objective can train on."""
         return ("tokens",)
 
     @property
@@ -289,7 +289,7 @@ class ObjectiveSpec(Spec):
 
     @property
     def adds_noise(self) -> bool:
-        """Whether the objective learns from sampled images to which the trainer adds new noise."""
+        """Whether the objective learns from sampled images after the trainer adds new noise to them."""
         return isinstance(self, VelocityObjective)
 
     @property
@@ -305,7 +305,7 @@ class ObjectiveSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The tokens in an update that an objective treats differently: the share with the highest selection keys.
+    """The tokens in an update that an objective treats differently: the fraction with the highest selection keys.
 
     Args:
         order: (covariance [N], draw [N], **arguments) -> selection key, float32 [N]. `draw` is uniform in [0, 1).
@@ -420,9 +420,9 @@ class ImitationObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelObjective(ObjectiveSpec):
-    """An objective that learns the data's labels for steps in responses. The actor is a token classifier. `loss` maps
-    (score [N], label [N], **arguments) to float32 [N]. `labeled` selects the tokens to which a step's label applies:
-    its last token ("end") or all of its tokens ("all")."""
+    """An objective that learns labels of the steps in responses. The actor is a token classifier. `loss` maps (score
+    [N], label [N], **arguments) to float32 [N]. `labeled` selects the tokens that get a step's label: its last token
+    ("end") or all of its tokens ("all")."""
 
     loss: Callable[..., torch.Tensor]
     rows: tuple[Rows, ...] = ("labels",)

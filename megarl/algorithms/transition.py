@@ -107,9 +107,9 @@ def log_prob(
 ) -> torch.Tensor:
     """Return log N(x'; μ, s²), [B] in the dtype of x, differentiable in v.
 
-    The published mean over a latent's elements makes the ratio the geometric mean of the elements' ratios, which needs
-    clip ranges of 1e-5 to 1e-3. The sum is the log-density itself; for 10⁵ elements, float32 resolves it only to 0.01.
-    s must be positive: `cps` has no log-prob at σ' = 0.
+    The published mean over a latent's elements makes the ratio the geometric mean of the elements' ratios. Clip ranges
+    of 1e-5 to 1e-3 suit it. The sum is the log-density itself; for 10⁵ elements, float32 resolves it only to 0.01. s
+    must be positive: `cps` has no log-prob at σ' = 0.
     """
     require_latents(x=x, x_next=x_next)
     error = (x_next - mean(step, x, v)) / per_sample(step.std, x)
@@ -126,7 +126,7 @@ def gaussian_kl(step: Transition, v: torch.Tensor, other: torch.Tensor) -> torch
     """Return KL(π ‖ π_other), the mean over elements, [B] in the dtype of v, differentiable in both velocities.
 
     Both policies have the same s, so the divergence is mean((μ − μ_other)²)/(2·s²) and symmetric. It is computed from
-    μ − μ_other = from_v·(v − v_other), which avoids the cancellation in μ − μ_other. For the SDEs it equals
+    from_v·(v − v_other), to avoid the cancellation in μ − μ_other. For the SDEs it equals
     Δ/2·(g·(1 − σ)/(2σ) + 1/g)²·mean((v − v_other)²). Flow-GRPO's code divides by g² instead of s² and therefore
     returns Δ times the KL.
     """
@@ -195,16 +195,16 @@ def sde_window(num_sde_steps: int, within: range, seed: int, run_step: int) -> r
 
     Args:
         num_sde_steps: the length of the window.
-        within: the denoising steps from which the window is drawn, such as the first half. Exclude the last one:
-            its small s amplifies the latents' rounding errors in the log-prob.
+        within: the denoising steps that may contain the window, such as the first half. Exclude the last one: its small
+            s amplifies the latents' rounding errors in the log-prob.
     """
     start = random.Random(f"sde window {seed} {run_step}").randint(within.start, within.stop - num_sde_steps)
     return range(start, start + num_sde_steps)
 
 
 def noised_steps(num_steps: int, within: range, seed: int, sample_id: str) -> list[int]:
-    """Return the denoising steps at whose noise levels a training step adds new noise to a sampled image, in ascending
-    order.
+    """Return the denoising steps, in ascending order, whose noise levels a training step uses to add new noise to a
+    sampled image.
 
     DiffusionNFT (https://arxiv.org/abs/2509.16117) trains on such images. Its published code draws 9 of 10 steps for
     each image. Unlike the steps of `sde_window`, they may differ between images, because they do not affect rewards.
@@ -219,12 +219,12 @@ def step_weights(
 
     "deviation" is s / mean(s): noisier steps explore more, and log-prob gradients grow with 1/s (TempFlow-GRPO,
     https://arxiv.org/abs/2508.04324). Its published constant 2.25 is 1/mean(s) for one schedule. "inverse_interval" is
-    1/Δ, by which GRPO-Guard's published code multiplies its loss (https://arxiv.org/abs/2510.22319).
+    1/Δ, a factor of the loss in GRPO-Guard's published code (https://arxiv.org/abs/2510.22319).
 
     Args:
         sigmas: [N + 1], the schedule.
-        trained: the denoising steps that the run trains on, over which s is averaged. With a window, pass all steps
-            from which it is drawn, so that a step's weight does not depend on the window.
+        trained: the denoising steps that the run trains on; s is averaged over them. With a window, pass all steps that
+            it can contain, so that a step's weight does not depend on the window.
     """
     sigmas = sigmas.double()
     if weight == "none":

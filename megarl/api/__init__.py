@@ -1,1 +1,1 @@
-"""The implementation of the public Python API, which the `megarl` package exports, and of `megarl convert`."""
+"""Implementation of `megarl convert` and of the public Python API that `megarl` exports."""

@@ -1,6 +1,6 @@
 """Training, evaluation and checkpoint conversion, each in its own child process.
 
-A run forks, installs signal handlers and exits with a status. The child process isolates the caller, which may be a
+A run forks, installs signal handlers and exits with a status. The child process isolates the caller, such as a
 notebook, from all of this. The calling process prints the child's output.
 """
 
@@ -78,7 +78,7 @@ def run_training(
 
     Args:
         config: the recipe, from `load_config`.
-        on_step: called with the step number and the metrics of each step that this run completes.
+        on_step: called with the step number and the metrics after each step.
         on_evaluation: called with the step number and the evaluation metrics after each evaluation. The step number of
             the initial model's evaluation is 0.
         on_checkpoint: called with the step number and the folder of each completed checkpoint. The run deletes the
@@ -113,8 +113,8 @@ def run_training(
 
 
 def run_evaluation(model: str | Path, config: Config, out: str | Path, *, quiet: bool = False) -> dict[str, Any]:
-    """Evaluate a model on the evaluation sets of a recipe, as `megarl evaluate` does. Return the results, which
-    are also in `out/results.json`: `sets` maps each set to its estimates with their 95 % intervals.
+    """Evaluate a model on the evaluation sets of a recipe, as `megarl evaluate` does. Return the results and write them
+    to `out/results.json`: `sets` maps each set to its estimates with their 95 % intervals.
 
     Args:
         model: a model folder or a Hub id.
@@ -122,7 +122,7 @@ def run_evaluation(model: str | Path, config: Config, out: str | Path, *, quiet:
 
     Raises:
         UserError: the recipe, the model or `out` is invalid.
-        RunFailure: a set could not be scored, or the evaluation failed.
+        RunFailure: an evaluation set could not be scored, or the evaluation failed.
     """
     with _recipe(config) as recipe:
         _run("evaluate", str(model), str(recipe), "--out", str(out), quiet=quiet)
@@ -134,11 +134,11 @@ def convert_to_megatron(model: str | Path, out: str | Path, *, quiet: bool = Fal
 
     Args:
         out: a new folder.
-        layout: the layout in which the checkpoint is written: tp, pp, vpp, ep, etp, first_stage_layers,
-            last_stage_layers. The checkpoint can be loaded with any other layout.
+        layout: the layout of the written checkpoint: tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers. The
+            checkpoint can be loaded with any other layout.
 
     Raises:
-        UserError: the folder does not match its config.json, or the sizes do not fit the model.
+        UserError: the folder does not match its config.json, or the layout does not fit the model.
     """
     return _convert("hf-to-megatron", {"hf": model, "out": out, **layout}, quiet)
 
@@ -157,7 +157,7 @@ def reshape_checkpoint(checkpoint: str | Path, out: str | Path, *, quiet: bool =
     `convert_to_megatron` for the keys of `layout`.
 
     Raises:
-        UserError: the checkpoint is damaged, or the sizes do not fit the model.
+        UserError: the checkpoint is damaged, or the layout does not fit the model.
     """
     return _convert("reshape", {"checkpoint": checkpoint, "out": out, **layout}, quiet)
 
@@ -227,7 +227,7 @@ def _run(*arguments: str, quiet: bool, handle: Callable[[Mapping[str, Any]], Non
 
 
 def _interrupt(process: subprocess.Popen[str]) -> None:
-    """Interrupt the command and wait until it has ended. Forward further interrupts of this process."""
+    """Interrupt the command and wait until it has ended. Forward further interrupts to it."""
     while process.poll() is None:
         with suppress(KeyboardInterrupt):
             process.send_signal(signal.SIGINT)

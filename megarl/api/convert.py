@@ -45,8 +45,8 @@ Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages.")]
 Vpp = Annotated[int, typer.Option(min=1, help="Virtual stages per pipeline stage.")]
 Ep = Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")]
 Etp = Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks per expert (default: --tp).")]
-FirstStage = Annotated[int | None, typer.Option(min=1, help="Layers of the first stage (default: even).")]
-LastStage = Annotated[int | None, typer.Option(min=1, help="Layers of the last stage (default: even).")]
+FirstStage = Annotated[int | None, typer.Option(min=1, help="Layers in the first stage (default: even split).")]
+LastStage = Annotated[int | None, typer.Option(min=1, help="Layers in the last stage (default: even split).")]
 ShardGb = Annotated[float, typer.Option(min=0, help="Maximum size of a weights file in GB (10^9 bytes).")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Target dtype (default: unchanged).")
@@ -112,7 +112,8 @@ def adapters_to_hf(
 
 @app.command()
 def adapters_to_peft(checkpoint: Checkpoint, out: Out) -> None:
-    """Write the adapters of a LoRA run's checkpoint as a PEFT folder, or for diffusers if it is an image model."""
+    """Write the adapters of a LoRA run's checkpoint as a PEFT folder, or in the diffusers format if it is an image
+    model."""
     from megarl.megatron.checkpoint.adapters import adapters_to_peft
 
     _report(out, adapters_to_peft(checkpoint, out))
@@ -162,7 +163,7 @@ def prepare_process() -> None:
     """Configure this process before torch and Megatron are imported."""
     # Raise SystemExit on SIGTERM, so that an interrupted conversion deletes its partial output.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # Importing Megatron emits warnings about optional packages, which conversions do not use.
+    # Importing Megatron emits warnings about optional packages that conversions do not need.
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Allocate tensors in huge pages, because page faults of small pages would take longer than filling the tensors.

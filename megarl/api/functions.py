@@ -46,8 +46,8 @@ def compute_advantages(
     Args:
         estimator: an estimator with one advantage per sample, such as "grpo", "rloo" or "opo"; `megarl algorithms`
             lists them.
-        rewards: one list per group, with the reward of each sample, or with its rewards by name, which "gdpo" compares
-            one by one. A group consists of the samples of one prompt.
+        rewards: one list per group (the samples of one prompt). Each sample has one reward, or rewards by name if the
+            estimator compares them separately ("gdpo").
         weights: weights of the rewards by name; 1 by default.
         num_tokens: number of trained tokens of each sample, for estimators that use it; 1 by default.
         greedy: reward of the greedy response to each prompt, for "remax".
@@ -67,7 +67,8 @@ def compute_advantages(
         )
     if isinstance(spec, GroupEstimator) and spec.compare_turns is not None:
         raise UserError(
-            f"estimator={estimator}: compares turns, which compute_advantages does not accept. Fix: use grpo"
+            f"estimator={estimator}: compares turns, but compute_advantages has no turns. Fix: use an estimator such "
+            "as grpo"
         )
     counts = [[1] * len(group) for group in rewards] if num_tokens is None else num_tokens
     greedy = [0.0] * len(rewards) if greedy is None else greedy
@@ -158,7 +159,7 @@ def policy_loss(
         log_probs, old_log_probs: float32 [B, T], the numerator and the denominator of the policy ratio.
         advantages: float32, [B] or [B, T].
         mask: bool [B, T], true for trained tokens.
-        aggregation: how the losses of tokens are combined; `megarl algorithms` lists the modes.
+        aggregation: how token losses are combined; `megarl algorithms` lists the modes.
         prompts: prompt of each sample, for "prompt_mean_of_token_means".
         max_tokens: maximum length of a response, for "sequence_mean_over_max_tokens"; T by default.
         options: the objective's options, with the paper's values as defaults.
@@ -173,7 +174,10 @@ def policy_loss(
     chosen = _with_defaults(spec, options)
     if not isinstance(spec, PolicyObjective) or spec.selection is not None or "tokens" not in spec.actions:
         reason = "selects tokens of the whole update" if spec.selects_tokens else "has no per-token ratio"
-        raise UserError(f"objective={objective}: {reason}, so it is not a function of these tensors. Fix: use clip")
+        raise UserError(
+            f"objective={objective}: {reason}, so it cannot be computed from these tensors. Fix: use an objective "
+            "such as clip"
+        )
     _require_name("aggregation", aggregation, AGGREGATIONS)
     num_samples, longest = mask.shape
     rows = _row_sample(mask)[mask.flatten()]

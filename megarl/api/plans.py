@@ -29,7 +29,7 @@ def plan_layout(
         response_tokens: mean length of a response in tokens; half of the maximum by default.
 
     Returns:
-        The result, whose `best` is the fastest plan: its complete recipe (`best.config`), the predicted seconds of each
+        The plans. `best` is the fastest one, with its complete recipe (`best.config`), the predicted seconds of each
         phase (`best.times`), and the memory of the fullest GPU in each phase (`best.loads`).
 
     Raises:

@@ -37,7 +37,7 @@ MASK = "mask"
 """Field with the lengths of alternating runs of trained and untrained tokens. The column has one value per token."""
 
 FILES = ("image", "preview")
-"""Fields with the name of a file, relative to the rollout file. The table contains the full path."""
+"""Fields that name a file relative to the rollout file. The table contains the full path."""
 
 MAX_ID = 2**31 - 1
 
@@ -102,7 +102,7 @@ def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pya
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """Return the objects in a rollout file. A name that does not refer to one of its images becomes null."""
+    """Return the objects in a rollout file. A file name that is not one of its images becomes null."""
     rows, _ = read_objects(file)
     for row in rows:
         paths = {name: image_path(file, row[name]) for name in FILES if name in row}
@@ -141,7 +141,7 @@ def _mask(row: Mapping[str, Any]) -> list[bool] | None:
 
 
 def _typed(values: Sequence[Any], kind: type) -> pyarrow.Array:
-    """Return a column. Values of other types, which a damaged file may contain, become null."""
+    """Return a column. Values of other types, as in a damaged file, become null."""
     import pyarrow
 
     return pyarrow.array([value if is_plain(value, kind) else None for value in values], _arrow_type(kind))

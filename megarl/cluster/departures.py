@@ -8,10 +8,10 @@ from statistics import median_low
 from typing import NamedTuple
 
 SLOWDOWN = 1.5
-"""Duration of a node's speed probe, relative to the median node's, above which the node counts as slow."""
+"""A node is slow if its speed probe takes more than this many times as long as the median node's."""
 
 NUM_SLOW = 5
-"""Number of consecutive slow steps after which a node should leave."""
+"""A node should leave after this many consecutive slow steps."""
 
 
 class DeviceState(NamedTuple):
@@ -22,7 +22,7 @@ class DeviceState(NamedTuple):
 
 
 class Departures:
-    """Nodes whose devices have new errors or are slow, by node number. The devices are observed after each step."""
+    """Tracks nodes whose devices have new errors or are slow, by node number. `observe` is called after each step."""
 
     def __init__(self) -> None:
         self._first: dict[int, dict[str, Mapping[str, int]]] = {}
@@ -48,12 +48,12 @@ class Departures:
             self._num_slow[node] = self._num_slow[node] + 1 if node_s > SLOWDOWN * median else 0
 
     def reasons(self) -> dict[int, str]:
-        """Return the nodes that should leave, and why."""
+        """Return the nodes that should leave, with the reasons."""
         probes = f"{NUM_SLOW} consecutive speed probes"
         slow = f"its devices took more than {SLOWDOWN:g} times as long as the median node's in {probes}"
         return {node: slow for node, count in self._num_slow.items() if count >= NUM_SLOW} | self._new_errors
 
     def forget(self, node: int) -> None:
-        """Forget the observations of a node whose number another node takes over."""
+        """Forget the observations of a node, because another node takes over its number."""
         for observed in (self._first, self._new_errors, self._num_slow):
             observed.pop(node, None)

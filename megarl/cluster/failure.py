@@ -23,7 +23,7 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LostRanks(RunFailure):
-    """A failure whose only cause is the loss of ranks that may be replaced."""
+    """A failure caused only by the loss of replaceable ranks."""
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
@@ -54,7 +54,7 @@ def is_loss(error: Exception | None) -> bool:
 
 
 def is_lost_task(error: Exception | None) -> bool:
-    """Return whether the error reports a task (not an actor) that was lost with its node or worker process."""
+    """Return whether the error reports that a task (not an actor) was lost with its node or worker process."""
     return isinstance(error, NodeDiedError | TaskUnschedulableError | WorkerCrashedError)
 
 

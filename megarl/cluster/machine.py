@@ -1,4 +1,4 @@
-"""Check, before any process starts, that this machine's devices support the run."""
+"""Check that this machine's devices support the run, before any process starts."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def gpus_suffice(config: Config) -> str | None:
 
 
 def parameters_can_move(config: Config) -> str | None:
-    """Reject offloading the actor's parameters on CPU, because the engines then read them from host memory."""
+    """Reject offloading of the actor's parameters on CPU, because engines on CPU read them from host memory."""
     if "parameters" not in config.actor.offload:
         return None
     return (

@@ -17,8 +17,8 @@ PROGRAM = "megarl.megatron.preflight"
 
 def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     """Raise a UserError that lists every Megatron dataclass that rejects a model's settings, and any numeric precision
-    that this machine does not support. The check runs in a short-lived process, to spare the driver the time and memory
-    of importing Megatron. Without megatron_overrides and fp8 there is nothing to check."""
+    that this machine does not support. The check runs in a short-lived process, so that the driver need not import
+    Megatron. Without megatron_overrides and fp8, there is nothing to check."""
     trained = models.trained(config)
     checked = {role: hf_config for role, hf_config in trained.items() if needs_check(config.placed(role))}
     if not checked:
@@ -34,7 +34,7 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     except subprocess.TimeoutExpired as error:
         raise RunFailure(
             f"check of megatron_overrides and fp8: no response from {PROGRAM} within {error.timeout:g} s. "
-            "Fix: raise cluster.timeouts.start"
+            f"Fix: raise cluster.timeouts.start above {error.timeout:g}"
         ) from None
     if child.returncode:
         [error] = child.stderr.splitlines()[-1:] or ["no output"]

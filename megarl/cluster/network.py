@@ -14,11 +14,11 @@ import psutil
 from megarl.core.errors import UserError
 
 LOWEST_PORT = 20_000
-"""Lowest port on which a run listens, unless the kernel's ephemeral ports start below it. Lower ports may collide with
-services on fixed ports and with Ray, which assigns ports from 10,002 upwards to its workers without reserving them."""
+"""Lowest port that a run listens on, unless the kernel's ephemeral ports start below it. Lower ports may collide with
+services on fixed ports and with Ray's workers, whose ports (10,002 and above) Ray does not reserve."""
 
 LOOPBACK = "127.0.0.1"
-"""Address on which a run on a single node listens. Other machines cannot connect to it."""
+"""Address that a run on a single node listens on. Other machines cannot connect to it."""
 
 UNPRIVILEGED = 1024
 """Lowest unprivileged port."""
@@ -27,7 +27,7 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """File with the kernel's first and last ephemeral ports."""
 
 ANY_PORT = 9
-"""Port to which a UDP socket connects to find the route to a host. Connecting sends no packet."""
+"""Port for connecting a UDP socket to find the route to a host. Connecting sends no packet."""
 
 
 def own_name() -> str:
@@ -36,7 +36,7 @@ def own_name() -> str:
 
 
 def own_address(interface: str | None) -> str:
-    """Return the IPv4 address at which other nodes can reach this one. It belongs to the given interface or, without an
+    """Return this node's IPv4 address that other nodes can reach. It belongs to the given interface or, without an
     interface, to the host name or the default route. Raises UserError if this node has no such address."""
     addresses = interface_addresses()
     available = ", ".join(f"{name} ({each[0]})" for name, each in sorted(addresses.items()) if not _is_local(each[0]))
@@ -59,7 +59,7 @@ def own_address(interface: str | None) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return the local address from which this node reaches the host. Raises UserError if there is no route."""
+    """Return this node's address on the route to the host. Raises UserError if there is no route."""
     address = _address_of_route(host)
     if address is None:
         raise UserError(

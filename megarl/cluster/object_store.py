@@ -1,4 +1,4 @@
-"""Closed-form estimate of the size of the samples in Ray's object store."""
+"""Closed-form estimate of the space for samples in Ray's object store."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TEXT_BYTES = 6
 """Assumed upper bound on the mean number of UTF-8 bytes per token. English has four to five, Chinese about as many."""
 
 RGB_BYTES, PIXEL_BYTES = 3, 4
-"""Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
+"""Bytes per pixel of a decoded image, and an upper bound on the bytes per pixel of its latents."""
 
 ENCODED_BYTES = 2**20
-"""Assumed size in bytes of the encoded images that an environment adds to a sample and, before the data is read, of
-those in a row."""
+"""Assumed size in bytes of the encoded images that an environment adds to a sample and, before the data is read, of a
+row's images."""
 
 EMBEDDING_BYTES = 2 * 4 * max(512 * 2560, 333 * 4096)
 """Size of the embeddings of a caption of maximum length and of the empty caption, with the text encoders of Z-Image or
@@ -112,9 +112,9 @@ def state_bytes(config: Config, hidden_sizes: Sequence[int]) -> int:
 
 
 def num_samples(config: Config) -> int:
-    """Return the maximum number of samples that exist at the same time: those of earlier steps, whose training may be
-    repeated, those started for later steps, and those of the current step or of an evaluation, which runs between
-    steps. Samples from all dynamic-sampling rounds stay until their step ends."""
+    """Return the maximum number of samples that exist at the same time: those of earlier steps whose training may be
+    repeated, those started for later steps, and those of the current step or of an evaluation between steps. Samples
+    from all dynamic-sampling rounds stay until their step ends."""
     batch, num_earlier = config.batch, num_retained_steps(config)
     if config.is_offline:
         return (1 + num_earlier) * batch.prompts_per_step * config.trained_per_prompt
@@ -130,15 +130,15 @@ def num_evaluated(config: Config) -> int:
 
 def num_retained_steps(config: Config) -> int:
     """Return the maximum number of earlier steps whose samples are kept during a step, because the steps would be
-    trained again if a rank were lost. The copy after the latest step may still be in progress, except with
-    rollout.sleep, where the step has waited for it."""
+    trained again if a rank were lost. The copy after the latest step may still be in progress, unless the step waits
+    for it (rollout.sleep)."""
     if not config.cluster.replace_ranks:
         return 0
     return config.cluster.copy_every_steps - (config.rollout.sleep and not config.is_offline)
 
 
 def num_ahead(config: Config) -> int:
-    """Return the number of samples started for later steps, which continue during an evaluation."""
+    """Return the number of samples that are started for later steps and continue during an evaluation."""
     return config.prompts_ahead * (config.batch.samples_per_prompt + config.samples_greedily)
 
 

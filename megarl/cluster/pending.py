@@ -29,7 +29,7 @@ class Answers:
 
 class Pending(Generic[T]):
     """The future result of remote calls, as returned by `Session.submit`. A wait watches every pending call: a failed
-    call or a missed deadline ends the wait, regardless of the Pending to which it belongs."""
+    call or a missed deadline ends the wait, whichever Pending it belongs to."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Pending(Generic[T]):
 
     def result(self, meanwhile: Callable[[], object] | None = None) -> T:
         """Wait for the calls and return their result. During a long wait, `meanwhile` is called periodically and may
-        wait for other calls. Raise UserError if a worker raised one, and RunFailure, which names process and phase,
-        for any other error."""
+        wait for other calls. Raise UserError if a worker raised one, and for any other error a RunFailure that names
+        process and phase."""
         return first([self], meanwhile)._value
 
     def advance(self) -> bool:
@@ -94,7 +94,7 @@ class Pending(Generic[T]):
         return {name for name, error in errors.items() if is_loss(error) or is_lost_task(error)}
 
     def take(self, ended: Collection[ray.ObjectRef]) -> None:
-        """Record the return values or errors of this Pending's calls that are in `ended`."""
+        """Record the return values or errors of the calls in `ended` that belong to this Pending."""
         for ref in [ref for ref in self.unfinished if ref in ended]:
             name = self.unfinished.pop(ref)
             value, error = outcome(ref)

@@ -69,7 +69,7 @@ class Process:
         return self.devices if self.on_gpus else ()
 
     def environment(self, inherited: str | None) -> dict[str, str]:
-        """Return the environment variables that make GPUs visible to the process: first its own GPUs, then the GPUs
+        """Return the environment variables that make GPUs visible to the process: its own GPUs first, then the GPUs
         that it reads. `inherited` is the node's value of CUDA_VISIBLE_DEVICES."""
         if not self.gpus:
             return {}
@@ -119,8 +119,8 @@ class Placement:
 def place(
     config: Config, cores: int | None = None, on_gpus: bool = False, gpus_per_node: int | None = None
 ) -> Placement:
-    """Place all processes in a run on its nodes, which are assumed to be identical. Raise UserError if the layouts do
-    not fill the nodes, or a tensor-parallel group crosses a node boundary.
+    """Place all processes in a run on its nodes, assuming that the nodes are identical. Raise UserError if the layouts
+    do not fill the nodes, or a tensor-parallel group crosses a node boundary.
 
     Args:
         cores: number of cores on each node; None: the cores available to this process.
@@ -131,8 +131,8 @@ def place(
     spans = device_spans(config)
 
     def ranks(settings: Placed) -> tuple[Process, ...]:
-        """Return one process per rank or, for a reward model or a teacher in vLLM, one per engine, which starts its
-        ranks."""
+        """Return one process per rank. For a reward model or a teacher in vLLM, return one process per engine; it
+        starts the engine's ranks."""
         span = spans[NAMES[settings.section]][: settings.layout.world_size]
         if isinstance(settings, RewardModel | Teachers) and settings.engine == "vllm":
             return processes(NAMES[settings.section], span, settings.layout.tp, settings.threads)
@@ -236,7 +236,8 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
 
 
 def _first_torn(span: range, tp: int, each: int) -> int | None:
-    """Return the first device of the first tensor-parallel group that crosses nodes of `each` devices, or None."""
+    """Return the first device of the first tensor-parallel group that spans several nodes, or None. each: devices per
+    node."""
     groups = range(span.start, span.stop, tp)
     return next((first for first in groups if first // each != (first + tp - 1) // each), None)
 

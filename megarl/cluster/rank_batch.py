@@ -55,7 +55,7 @@ class StoredStates:
 
     Attributes:
         content: uint8 [R, bytes of a row].
-        dtype: the dtype of the states, such as "bfloat16", which NumPy lacks.
+        dtype: the dtype of the states, such as "bfloat16". NumPy has no such dtype.
     """
 
     content: NDArray[np.uint8]
@@ -77,8 +77,8 @@ class StoredStates:
 
 
 def put_scores(scores: Mapping[str, torch.Tensor | NDArray[Any] | Sequence[float]]) -> Scores:
-    """Put scores into Ray's object store, which keeps them while a reference to any of them exists. Each sample's
-    hidden states are a separate object, because they are large, and a rank fetches only those of its own samples."""
+    """Put scores into Ray's object store. They stay there while a reference to any of them exists. Each sample's hidden
+    states are a separate object, because they are large, and a rank fetches only those of its own samples."""
     if not scores:
         return {}
     import ray
@@ -110,7 +110,7 @@ def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores
 
 
 def put_sample(sample: AnySample, images: dict[str, ray.ObjectRef] | None = None) -> SampleRef:
-    """Put the sample into Ray's object store, which keeps it while a reference to it exists. Encoded images become
+    """Put the sample into Ray's object store. It stays there while a reference to it exists. Encoded images become
     separate objects.
 
     Args:
@@ -172,9 +172,9 @@ class RankBatch:
         packing: Packing,
         privileged: Mapping[str, Replacement],
     ) -> list[RankBatch]:
-        """Return the batches of a pass in which these token ids, by sample id, replace all prompts. Samples of a prompt
-        share the prefix if its ids are passed by value instead of by reference. Expert routes are dropped, because the
-        engine chose them for the original prompts."""
+        """Return the batches for a pass with all prompts replaced by these token ids, given by sample id. Samples of a
+        prompt share the prefix if its ids are passed by value instead of by reference. Expert routes are dropped,
+        because the engine chose them for the original prompts."""
 
         def replaced(item: SampleRef) -> SampleRef:
             ids = privileged[item.id]

@@ -42,9 +42,9 @@ likely cause."""
 class Recovery:
     """Replaces lost ranks of a run's trained models.
 
-    The state after the latest copied step is in shared memory on the ranks' nodes. Until the first copy is complete, it
-    is in the model folders and in the checkpoint from which the run resumed. A copy is complete when all ranks of all
-    models have finished theirs. Until then, each rank also keeps its previous copy."""
+    The state after the latest copied step is in shared memory on the ranks' nodes. Until the first copy is complete,
+    the state is in the model folders and in the checkpoint that the run resumed from. A copy is complete when all ranks
+    of all models have finished theirs. Until then, each rank also keeps its previous copy."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Recovery:
         checkpoint: Checkpoint | None,
         every_steps: int = 1,
     ):
-        """For `groups` and `sharing`, see TrainedModels. checkpoint: the checkpoint from which the run resumed.
+        """For `groups` and `sharing`, see TrainedModels. checkpoint: the checkpoint that the run resumed from.
         every_steps: number of steps between copies."""
         self._session, self._groups, self._sharing, self._checkpoint = session, groups, sharing, checkpoint
         self._every_steps = every_steps
@@ -84,7 +84,7 @@ class Recovery:
         self._printed = set[str]()
         """Lines about nodes that could not be replaced."""
         self.disconnect: list[Callable[[], None]] = []
-        """Callbacks that make other processes close their mappings of the old ranks' GPU memory, which frees it."""
+        """Callbacks that free the old ranks' GPU memory by making other processes close their mappings of it."""
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts for attempts at a task until one of them completes. If ranks are lost in an attempt, they are
@@ -109,11 +109,13 @@ class Recovery:
         """Return whether copies take at most half of the free shared memory on every node. Otherwise, print a note at
         the first call and never replace ranks."""
         if self._fits is None:
-            self._fits = self._has_room(lambda _: (), "the loss of a rank ends the attempt. Fix: enlarge /dev/shm")
+            self._fits = self._has_room(
+                lambda _: (), "the loss of a rank ends the attempt. Fix: enlarge /dev/shm until twice that size is free"
+            )
         if self._fits and self._kept_copies_fit is None and self._session.members.spare_nodes():
             self._kept_copies_fit = self._has_room(
                 lambda group: keepers(group.nodes),
-                "the loss of a node ends the attempt. Fix: enlarge /dev/shm",
+                "the loss of a node ends the attempt. Fix: enlarge /dev/shm until twice that size is free",
             )
         return self._fits
 
@@ -145,14 +147,14 @@ class Recovery:
 
     def is_due(self, step: int) -> bool:
         """Return whether to copy the state after `step`: at the configured interval, before a node leaves, and until
-        there is a first copy. Without a copy, ranks would start from the checkpoint from which the run resumed, which
-        checkpoint.keep may remove."""
+        there is a first copy. Without a copy, new ranks would load the checkpoint that the run resumed from, but
+        checkpoint.keep may have removed it."""
         is_first = self._copied is None and self._copying is None
         return is_first or step % self._every_steps == 0 or bool(self._leaving().keys() - self._blocked)
 
     def note_copying(self, step: int, kept: Collection[Role], problem: str = "") -> None:
-        """Record that all ranks have begun to copy their state after `step`, or that shared memory was full
-        (`problem`). kept: the roles whose copies are also being delivered to keepers."""
+        """Record that all ranks are copying their state after `step`, or that shared memory was full (`problem`). kept:
+        the roles whose copies are also being delivered to keepers."""
         if problem:
             self._note_lacking(step, problem)
         else:
@@ -190,7 +192,7 @@ class Recovery:
 
     def _note_copied(self, step: int) -> None:
         if self._lacks_copy:
-            print(f"recovery: copied the state after step {step}; lost ranks are replaced again", flush=True)
+            print(f"recovery: copied the state after step {step}; lost ranks can be replaced again", flush=True)
         self._copied, self._lacks_copy = step, False
         self._repeats = {number: repeat for number, repeat in self._repeats.items() if number > step}
 
@@ -251,7 +253,7 @@ class Recovery:
         return [role for role in self._roles_on(number) if not keepers(self._groups[role].nodes)]
 
     def _obstacle(self, number: int) -> str:
-        """Return why no spare node can replace this node now, and a remedy; "" if one can."""
+        """Return why no spare node can replace this node now, with a remedy, or "" if one can."""
         alone = [f"all ranks of the {role}" for role in self._alone_on(number)]
         if others := self._session.not_replaceable([number]) or alone:
             return (
@@ -283,13 +285,13 @@ class Recovery:
         return metrics
 
     def _require_copies(self, loss: LostRanks) -> None:
-        """Raise the loss if the run cannot have copies, or if the run has received a termination signal."""
+        """Raise the loss if there is no copy to restore, or if the run has received a termination signal."""
         has_none = self._lacks_copy and self._copying is None
         if self._fits is False or has_none or interrupts.is_signaled:
             raise loss
 
     def _replace(self, cause: str, task: str = "recover") -> None:
-        """Replace all ranks, and replace them again if more ranks are lost in the meantime. Raise RunFailure if these
+        """Replace all ranks, and replace them again if more ranks are lost in the meantime. Raise RunFailure if ranks
         cannot be replaced, or if the step has lost ranks too often. `task` names the replacement in the trace."""
         begin = time.time()
         while True:
@@ -346,7 +348,10 @@ class Recovery:
         if step is not None and all(group.holds_copies(step) for group in self._groups.values()):
             self._note_copied(step)
         if self._lacks_copy:
-            raise RunFailure(f"{cause}. Shared memory was full, so there is no copy of the ranks' state")
+            raise RunFailure(
+                f"{cause}. Shared memory was full, so there is no copy of the ranks' state. Fix: enlarge /dev/shm, and "
+                "resume with resume=auto"
+            )
         self._require_other_copies(cause)
 
     def _require_other_copies(self, cause: str) -> None:

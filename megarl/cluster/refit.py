@@ -1,7 +1,6 @@
-"""The refit, which writes the actor's weights into the engines.
-
-A refit passes through three levels: Refit in the driver calls EngineGroup's actors, each actor calls its Engine, and
-the engine calls vLLM's workers (RefitExtension), which write the weights.
+"""The refit: writes the actor's weights into the engines. It passes through three levels: Refit in the driver calls
+EngineGroup's actors, each actor calls its Engine, and the engine calls vLLM's workers (RefitExtension). The workers
+write the weights.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from megarl.resharding.verification import Checksum, Region, regions
 
 class Refit:
     """Refits the engines. It makes a new plan when an engine is lost or rejoins, and all engines then receive all
-    weights again. It connects once per plan, or before each refit if the weights move in memory."""
+    weights again. It connects once per plan, or before each refit if the weights' addresses change."""
 
     def __init__(
         self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan
@@ -98,7 +97,7 @@ class Refit:
         }
 
     def disconnect(self) -> None:
-        """Make the engines release the memory of trainers that have died. The next refit connects to new ones."""
+        """Make the engines release the memory of dead trainers. The next refit connects to the new trainers."""
         self._connected, self._planned = (), None
         self._engines.disconnect().result()
 

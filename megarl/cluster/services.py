@@ -1,4 +1,4 @@
-"""Ray without the services that runs do not use. Run as a module, it is the `ray` command without these services."""
+"""Start Ray without services that runs do not need. As a module, this is the `ray` command without these services."""
 
 from __future__ import annotations
 

@@ -40,17 +40,17 @@ from megarl.core.versions import installed_versions
 from megarl.models.huggingface import Experts
 
 SETTLE_S = 3.0
-"""Seconds after the first failure in which other calls may also fail. The cause is among these failures."""
+"""Time in seconds after a first failure for collecting other failures. The cause is among them."""
 
 RAYLET_S = 1.0
 """Seconds to wait for a raylet to exit after its actors."""
 
 CAUSE_S = 30.0
 """Maximum time in seconds to wait for the cause if all known errors are consequences, such as closed connections. An
-engine that lost a rank takes several seconds to end its other ranks, and only then reports the loss."""
+engine that has lost a rank reports the loss only after it has ended its other ranks, which takes several seconds."""
 
 CHECK_S = 5.0
-"""Interval in seconds at which idle processes are pinged during a wait."""
+"""Interval in seconds between pings of idle processes during a wait."""
 
 PING_S = 1.0
 """Timeout of a ping, in seconds. A live process may take longer; for a dead one, Ray returns an error at once."""
@@ -64,13 +64,13 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 4,
     "gcs_rpc_server_reconnect_timeout_s": 30,
 }
-"""A node counts as lost after 4 · (2 + 5) s without an answer, which is half of Ray's default. This is shorter than any
+"""A node counts as lost after 4 · (2 + 5) s without an answer, half of Ray's default. This is shorter than any
 collective's deadline, but longer than the processes or the file system of a busy node may stall."""
 
 
 class Session:
     """The Ray cluster for one run. It starts Ray, watches all pending remote calls and their deadlines, and raises the
-    cause of a failure. It runs inside `supervised`, which terminates remaining processes."""
+    cause of a failure. It runs inside `supervised`, so that remaining processes are terminated."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Session:
                 f"Ray did not start on node {own_name()} in {STARTS} attempts: {error} Fix: resolve this error, or "
                 "reduce the node's load"
             ) from error
-        # Replace Ray's handler, which prints a stack trace and skips all cleanup.
+        # Replace Ray's handler, because it prints a stack trace and skips all cleanup.
         signal.signal(signal.SIGTERM, terminate)
         self._watchdog = Watchdog()
         self.members = Members(ray.get_runtime_context().get_node_id())
@@ -210,11 +210,11 @@ class Session:
     def submit(
         self, calls: Mapping[str, ray.ObjectRef], phase: str, timeout: TimeoutKind, may_fail: Collection[str] = ()
     ) -> Pending[Answers]:
-        """Return the future for these remote calls.
+        """Register these remote calls, and return the future for their results.
 
         Args:
             calls: one call per process, by process name.
-            phase: description in error messages of what the driver waits for.
+            phase: what the driver waits for, as shown in error messages.
             timeout: the key in cluster.timeouts that bounds the wait.
             may_fail: processes whose loss does not end the run. Errors in other processes that follow from such a loss
                 do not end the run either.
@@ -284,8 +284,8 @@ class Session:
         raise error
 
     def _lost_nodes(self, lost: Sequence[int], phase: str, is_replaceable: bool = True) -> RunFailure:
-        """Return the error for the loss of nodes: LostRanks if spare nodes can replace them. `is_replaceable`: whether
-        all failed processes, on all nodes, can be replaced."""
+        """Return the error for lost nodes: LostRanks if spare nodes can replace them. `is_replaceable`: whether all
+        failed processes, on all nodes, can be replaced."""
         names = list(map(self.members.name, lost))
         if self._rendezvous is not None:
             self._rendezvous.note_lost(names)
@@ -310,7 +310,7 @@ class Session:
         return [*(["the driver"] if 0 in numbers else []), *sorted(placed - self._replaceable.keys())]
 
     def replace_lost_nodes(self) -> Sequence[int]:
-        """Replace lost and dismissed nodes with spare nodes, which take over their numbers. Return the numbers. Raise
+        """Replace lost and dismissed nodes with spare nodes that take over their numbers. Return the numbers. Raise
         RunFailure if this is impossible."""
         if lost := self.members.lost():
             error = self._lost_nodes(lost, "")
@@ -320,7 +320,7 @@ class Session:
         return lost
 
     def _lost_ranks(self, message: str) -> LostRanks:
-        """Return the error for the loss of replaceable processes, and drop their calls and all failed calls."""
+        """Return the error for lost replaceable processes, and drop their calls and all failed calls."""
         self._pending = [
             pending
             for pending in self._pending

@@ -31,7 +31,7 @@ def join_store(host: str, port: int, world_size: int | None, timeout_s: float) -
 
 
 def is_open(store: TCPStore) -> bool:
-    """Return whether the process that opened the store still serves it."""
+    """Return whether the store is still served by the process that opened it."""
     try:
         store.num_keys()
     except RuntimeError:  # the connection is closed

@@ -70,7 +70,7 @@ class SyncVerifier:
         self, expected: Mapping[Region, Checksum], engines: Sequence[Mapping[int, int]]
     ) -> dict[str, dict[str, Any]]:
         """Return digests of the checksums in the last refit, as JSON values: `sample` and, if the refit compared all
-        weights, `all`. Each has a digest that identifies the regions, which depend on the engines' layout, and digests
+        weights, `all`. Each has a digest that identifies the regions (they depend on the engines' layout), and digests
         of the trainer's and of the engines' checksums. The engines' digest is null unless every engine has reported
         every checksum and all of them are equal.
 

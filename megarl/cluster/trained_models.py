@@ -50,12 +50,12 @@ class TrainedModels:
         checkpoint: Checkpoint | None,
     ) -> TrainedModels:
         """Return the models. Their ranks are replaced if cluster.replace_ranks is set. `checkpoint` is the checkpoint
-        from which the run resumed, if any."""
+        that the run resumed from, if any."""
         if not config.cluster.replace_ranks:
             return cls(groups, sharing)
         spares = config.cluster.spare_processes
         recovery = Recovery(session, groups, sharing, checkpoint, config.cluster.copy_every_steps)
-        # Sleeping engines wake up for the refit, after which there may be too little memory to repeat the step.
+        # Sleeping engines wake up for the refit. After that, there may be too little memory to repeat the step.
         waits = config.rollout.sleep and not config.is_offline
         return cls(groups, sharing, recovery, device.on_cuda() if spares is None else spares, waits)
 
@@ -67,8 +67,8 @@ class TrainedModels:
         """Make the state after `step` recoverable if ranks are lost. If a copy is due, start copying the models' state
         to shared memory and, if spare nodes have joined, to other nodes. Until the copy is complete, new ranks restore
         the previous one, and `repeat` trains on the samples of `step` again. If shared memory is full, the run
-        continues without a copy. Finally, start missing spare processes, which import their libraries while the engines
-        sample.
+        continues without a copy. Finally, start missing spare processes, so that they import their libraries while the
+        engines sample.
 
         Call this last in the attempt that trains `step`. In an attempt, nothing that may raise LostRanks may follow
         `note_trained`: the new ranks would have the state after `step`, and the next attempt would train it twice."""
@@ -102,7 +102,7 @@ class TrainedModels:
                     self.recovery.finish_copying()
 
     def poll_copies(self) -> None:
-        """Record the copies in progress if they are complete, which releases the samples kept for repeating steps."""
+        """If the copies in progress are complete, record them and release the samples kept for repeating steps."""
         if self.recovery is not None:
             self.recovery.finish_copying(waits=False)
 
@@ -136,8 +136,8 @@ class TrainedModels:
         join([self.groups[other].offload(PARTS) for other in self.sharing[role]]).result()
 
     def stage_actor_for_sync(self) -> None:
-        """Load the actor's weights, and offload gradients and optimizers to make room for the engines, which wake up
-        for the refit."""
+        """Load the actor's weights, and offload gradients and optimizers to make room for the engines to wake up for
+        the refit."""
         self.offload_others("actor")
         groups = [group for group in self.groups.values() if group.offloads.intersection(UNREAD)]
         offload = join([group.offload(UNREAD) for group in groups])

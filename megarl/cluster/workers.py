@@ -105,7 +105,7 @@ class Workers:
         self.engines.sleep(keeps_weights).result()
 
     def take_idle_shares(self) -> dict[str, Metric]:
-        """Return the fraction of the time since the last call in which engines and ranks were idle, as metrics."""
+        """Return the fraction of the time since the last call that engines and ranks were idle, as metrics."""
         shares = {"engines": self.engines.take_idle_share()}
         shares |= {role: group.take_idle_share() for role, group in self.trained.groups.items()}
         return {f"idle/{name}": Metric(pending.result()) for name, pending in shares.items()}
@@ -210,8 +210,8 @@ def _start_trained(group: TrainerGroup, checkpoint: Checkpoint | None) -> Pendin
 
 
 def with_teacher_folders(config: Config, models: ModelFolders) -> Config:
-    """Return the config for trainer ranks. With an exact divergence, teachers' paths are replaced by local folders,
-    from which the actor's ranks load the output layers."""
+    """Return the config for trainer ranks. With an exact divergence, replace the teachers' paths with local folders,
+    because the actor's ranks load the output layers from there."""
     if not config.distills_exactly:
         return config
     return config.model_copy(update={"teachers": config.teachers.in_folders(models.teachers)})

@@ -60,7 +60,7 @@ class Variant(Section):
 
     @classmethod
     def _model(cls, name: str) -> type[Section]:
-        """Build the pydantic model with the section's fields and an entry's options."""
+        """Build a pydantic model from the section's fields and an entry's options."""
         shared: dict[str, Any] = {key: (field.annotation, field) for key, field in cls.model_fields.items()}
         return create_model(cls.__name__, __base__=Section, **shared, **cls._parameters(name))
 
@@ -75,8 +75,8 @@ class Variant(Section):
 
     @classmethod
     def _parameters_in_file(cls, name: str) -> dict[str, Any]:
-        """Return the options of a user's entry. They include the file's hash, so that workers, resumed runs and saved
-        configurations detect changes to the file."""
+        """Return the options of a user's entry, including the file's hash, so that workers and resumed runs detect
+        changes to the file."""
         spec, content = spec_in_file(cls.key, name, cls.kind)
         if taken := sorted(spec.all_parameters.keys() & cls.model_fields.keys()):
             raise UserError(
@@ -92,7 +92,10 @@ class Variant(Section):
             return self.entries[name]
         spec, content = spec_in_file(self.key, name, self.kind)
         if content != self.option(HASH):
-            raise UserError(f"{self.key}={name}: the file has changed since the run started. Fix: restore the file")
+            raise UserError(
+                f"{self.key}={name}: the file has changed since the run started. Fix: restore its content, or start "
+                "a new run with another run.name"
+            )
         return spec
 
     @property
@@ -218,7 +221,7 @@ class Distillation(Section):
         return self.coefficient > 0 or (self.anneal_steps is not None and self.final_coefficient > 0)
 
     def coefficient_in(self, step: int) -> float:
-        """Return the coefficient in this step, counted from 1."""
+        """Return the coefficient for this step, counting from 1."""
         if self.anneal_steps is None:
             return self.coefficient
         return annealed(self.coefficient, self.final_coefficient, self.anneal_steps, step)

@@ -27,7 +27,7 @@ class Timeouts(Section):
 
     @property
     def longest(self) -> float:
-        """The longest timeout, which applies to waits that belong to several phases."""
+        """The longest timeout. It applies to waits that belong to several phases."""
         return max(map(self.seconds, get_args(TimeoutKind)))
 
 

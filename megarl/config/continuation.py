@@ -147,8 +147,8 @@ def allowed_changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
 
 
 def samples_alike(config: Config, saved: Mapping[str, Any]) -> bool:
-    """Return whether a run with the saved config has sampled the same rollouts from the same weights: no key differs
-    except for those that may always change."""
+    """Return whether a run with the saved config samples the same rollouts from the same weights: only keys that may
+    always change differ."""
     old, new = (_compared(values) for values in (saved, config.model_dump()))
     return all(is_free(key) for key in _differing(old, new))
 

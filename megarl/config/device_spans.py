@@ -54,7 +54,8 @@ def sharing(config: Config) -> dict[Role, frozenset[Role]]:
 
 
 def reward_model_is_beside_engines(config: Config) -> bool:
-    """Return whether a reward model shares devices with the engines, which release them while it scores."""
+    """Return whether a reward model shares devices with the engines. If so, the engines release them while it
+    scores."""
     spans = device_spans(config)
     return overlap(spans[ENGINE], spans.get(NAMES["reward_model"], range(0)))
 

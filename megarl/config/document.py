@@ -1,4 +1,4 @@
-"""Configuration text: YAML with the YAML 1.2 core schema, with the origin of every key.
+"""Configuration text in YAML (1.2 core schema), with the origin of every key.
 
 PyYAML follows YAML 1.1, where `no` is false, `1e-6` is text, `010` is 8 and `1:30` is 90. In the core schema they are
 text, a number, 10 and text.
@@ -68,7 +68,7 @@ def parse(text: str, name: str) -> Document:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"{name}:{line}: {_reason(error)}") from None
     except RecursionError:
-        raise UserError(f"{name}: nested too deeply. Fix: correct the file") from None
+        raise UserError(f"{name}: nested too deeply. Fix: use fewer levels") from None
     if node is None or values is None:
         raise UserError(f"{name}: the file is empty. Fix: start it with `base: base.yaml`")
     if not isinstance(values, dict):
@@ -169,7 +169,7 @@ def _reason(error: yaml.YAMLError) -> str:
     if type(error) is yaml.MarkedYAMLError and error.problem is not None:  # raised here, with a remedy
         return error.problem
     parts = (error.context, error.problem) if isinstance(error, yaml.MarkedYAMLError) else (str(error),)
-    return f"{', '.join(part for part in parts if part)}. Fix: correct the YAML syntax"
+    return f"{', '.join(part for part in parts if part)}. Fix: check the indentation, quotes and brackets there"
 
 
 def _lines(node: yaml.Node, key: Key = ()) -> Iterator[tuple[Key, int]]:
@@ -212,7 +212,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     try:
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
     except ValueError:
-        problem = f"the integer is too long ({len(text)} digits). Fix: use a smaller number"
+        problem = f"the integer is too long ({len(text)} digits). Fix: use at most 4,300 digits"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 

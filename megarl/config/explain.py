@@ -1,4 +1,4 @@
-"""The batch arithmetic of a run, as `megarl config explain` prints it."""
+"""The batch arithmetic that `megarl config explain` prints."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _tokens(config: Config, samples: int) -> str:
     if config.is_offline:
         return most
     sampled = f"{samples:,} x {rollout.max_new_tokens:,} = {samples * rollout.max_new_tokens:,} sampled"
-    return f"{most}, of which {sampled}"
+    return f"{most}, including {sampled}"
 
 
 def _rates(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""The base class of all configuration sections, and types that several sections share."""
+"""The base class of configuration sections, and types shared by several sections."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _replace(values: dict[str, Any], sections: list[str], new: dict[str, Any]) -
 
 
 def dump(config: Config) -> str:
-    """Return YAML of all keys, which loads back to an equal Config."""
+    """Return all keys as YAML that loads back to an equal Config."""
     return document.render(config.model_dump())
 
 
@@ -149,7 +149,10 @@ def _text(path: Path, above: tuple[Path, ...]) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         named_by = f" (the base of {above[-1]})" if above else ""
-        raise UserError(f"{path}{named_by}: cannot be read ({error.strerror}). Fix: correct the path") from None
+        raise UserError(
+            f"{path}{named_by}: cannot be read ({error.strerror}). Fix: use the path of a recipe that exists "
+            "and is readable"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: byte {error.start} is not UTF-8. Fix: save the file as UTF-8 text") from None
 
@@ -183,8 +186,8 @@ def _value(name: str, value: Any, place: str) -> Document:
 
 
 def _typed_value(key: Key, text: str) -> Any:
-    """Parse the value of a key as YAML, except text, which is taken literally, because YAML would drop " # …" and read
-    "a: b" as a mapping. For a text key, only null and quoted text are parsed as YAML."""
+    """Parse the value of a key as YAML. For a text key, parse only null and quoted text, and take other text literally,
+    because YAML would drop " # …" and read "a: b" as a mapping."""
     takes_text, plain = _takes_text(key), text.strip()
     is_quoted = plain[0] in "'\""
     if takes_text and plain != "null" and not is_quoted:

@@ -28,7 +28,7 @@ class Tolerance:
     """The outlier settings that are passed to the losses.
 
     Args:
-        threshold: log-prob difference, in nats, above which a token is an outlier.
+        threshold: a token is an outlier if its log-prob difference, in nats, exceeds this.
         mask: what to mask for an outlier: the token or its sample; None masks nothing.
     """
 

@@ -258,13 +258,13 @@ def _as_list(value: Any) -> Any:
 
 
 def teacher_key(name: str) -> str:
-    """Return the text that names the path of a teacher in errors and manifests."""
+    """Return the name of a teacher's path in errors and manifests."""
     return f"teachers.models: {name}: path"
 
 
 class Teacher(Section):
     """A model whose next-token distribution the actor learns to match. Without a path, it is the policy or the
-    reference (`weights`), which sees the prompts in `prompt_column` or the `feedback` on each sample."""
+    reference (`weights`), given the prompts in `prompt_column` or the `feedback` on each sample."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     engine: Literal["megatron", "vllm"] = "megatron"

@@ -317,7 +317,7 @@ def options_of(variant: type[Variant], entry: str, option: str) -> str:
 
 def suggest(key: str) -> str:
     """Return advice for an unknown key, phrased as the end of a sentence."""
-    key = key.lstrip("+")  # Hydra's syntax for new keys, which verl's scripts use
+    key = key.lstrip("+")  # Hydra's prefix for new keys, used in verl's scripts
     parts = key.split(".")
     for name in (*(".".join(parts[first:]) for first in range(len(parts))), parts[0]):
         if name in RENAMED:

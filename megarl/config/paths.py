@@ -169,7 +169,7 @@ def _model(value: str, convert: Convert) -> str:
 
 
 def _with_weights(values: Mapping[str, Any], convert_at: Callable[[Key], Convert]) -> dict[str, Any]:
-    """Rewrite the keys of data.source_weights, which are files if data.source_column is null."""
+    """Rewrite the keys of data.source_weights if they are files, because data.source_column is null."""
     data = values.get("data")
     weights = data.get("source_weights") if isinstance(data, Mapping) else None
     if not isinstance(data, Mapping) or not isinstance(weights, Mapping) or data.get("source_column") is not None:

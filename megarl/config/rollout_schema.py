@@ -30,7 +30,7 @@ class DenoisingSettings(Section):
 
     @property
     def within(self) -> range:
-        """The denoising steps from which `sde_steps` are drawn. The last step is not trained: its small noise amplifies
+        """The denoising steps that `sde_steps` are drawn from. The last step is not trained: its small noise amplifies
         rounding errors in the log-prob."""
         if self.sde_within is not None:
             return range(*self.sde_within)
@@ -42,7 +42,7 @@ class DenoisingSettings(Section):
         return range(self.num_steps) if self.sde_within is None else self.within
 
     def noised_steps(self, seed: int, sample_id: str) -> list[int]:
-        """Return the denoising steps at whose noise levels an objective that adds noise trains on an image."""
+        """Return the denoising steps whose noise levels an objective that adds noise uses to train on an image."""
         return noised_steps(self.num_trained, self.noised_within, seed, sample_id)
 
     def sde_window(self, seed: int, step: int) -> range:
@@ -91,7 +91,7 @@ class Rollout(Section):
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether each engine has a second model that drafts tokens, which may be an EAGLE-3 draft."""
+        """Whether each engine has a second model that drafts tokens, including EAGLE-3 drafts."""
         return self.speculative.method in ("draft_model", "eagle3")
 
     @property

@@ -17,8 +17,8 @@ from megarl.core.files import is_plain
 from megarl.core.user_file import is_in_file
 
 ADDED: Mapping[int, Mapping[str, Any]] = {}
-"""Format version -> keys added in it, each with the value that reproduces the behavior of earlier runs, which may
-differ from the default in base.yaml. `rewards.functions[].name` stands for the key `name` in each list item."""
+"""Format version -> keys added in it, each with the value that reproduces the behavior of earlier runs, even if
+base.yaml has a different default. `rewards.functions[].name` stands for the key `name` in each list item."""
 
 REMOVED: Mapping[int, tuple[str, ...]] = {}
 """Format version -> keys removed in it."""

@@ -166,7 +166,7 @@ class Config(Section):
 
     @property
     def samples_images(self) -> bool:
-        """Whether the policy is an image model, whose actions are denoising steps instead of tokens."""
+        """Whether the policy is an image model. Its actions are denoising steps instead of tokens."""
         return self.rollout.engine == "diffusers"
 
     @property
@@ -237,12 +237,12 @@ class Config(Section):
 
     @property
     def samples_greedily(self) -> bool:
-        """Whether each prompt has an additional greedy response, which is scored but not trained on."""
+        """Whether each prompt has an additional greedy response that is scored but not trained on."""
         return self.algorithm.advantage.spec.comparison == "greedy"
 
     def trains_actor_in(self, step: int) -> bool:
-        """Return whether the actor is trained in this step, counted from 1. During the critic's warmup only the critic
-        is trained."""
+        """Return whether the actor is trained in this step, counting from 1. During the critic's warmup, only the
+        critic is trained."""
         return not self.has_critic or step > self.critic.warmup_steps
 
     @property
@@ -350,7 +350,7 @@ class Config(Section):
 
     @property
     def precision(self) -> str:
-        """The engines' precision, which determines how closely they can match the trainer. It is a key of ROUNDING."""
+        """The engines' precision, a key of ROUNDING. It determines how closely they can match the trainer."""
         return self.rollout.quantization or self.model.dtype
 
     @property

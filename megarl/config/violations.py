@@ -87,8 +87,9 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     if value is None and name in _REQUIRED:
         return f"{file}: {name} is required. Fix: set it to {_REQUIRED[name]}, or pass {name}=VALUE on the command line"
     expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
-    message, remedy = f"{origin}: {name}={show(value)}: expected {expected}", f"set {name} to an allowed value"
+    message, remedy = f"{origin}: {name}={show(value)}: expected {expected}", f"set {name} to {expected}"
     if detail["type"] == "literal_error":
+        remedy = f"set {name} to one of these values"
         probable = suggest_value(name, value, re.findall("'([^']*)'", expected))
         if probable is not None:
             message, remedy = f"{message}; did you mean {probable}?", f"set {name} to {probable}"
@@ -101,8 +102,8 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
 
 
 def require_encodable(document: Document, file: str) -> None:
-    """Raise a UserError if a string contains a lone surrogate, which is how Python represents command-line bytes that
-    are not UTF-8. Neither paths nor JSON files can contain one."""
+    """Raise a UserError if a string contains a lone surrogate: Python's representation of command-line bytes that are
+    not UTF-8. Neither paths nor JSON files can contain one."""
     for key, value in _values((), document.values):
         if isinstance(value, str) and encodable(value) != value:
             raise UserError(

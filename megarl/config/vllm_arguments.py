@@ -100,8 +100,9 @@ REFITTABLE: dict[str, tuple[Any, str]] = {
     "enable_eplb": (False, "a refit writes experts to their original ranks, but EPLB moves them"),
     "offload_group_size": (0, "vLLM would read a layer's parameters from copies that a refit does not update"),
 }
-"""Arguments in rollout.vllm_overrides -> the only value with which a refit writes the weights that vLLM reads, and the
-effect of other values. Startup checks cannot detect other values, which keep the parameters' names and shapes."""
+"""Arguments in rollout.vllm_overrides -> the only value for which vLLM reads the weights that a refit writes, and the
+effect of other values. Startup checks cannot detect other values, because the parameters' names and shapes stay the
+same."""
 
 
 def batched_tokens(rollout: Rollout) -> int:

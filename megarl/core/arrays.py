@@ -1,4 +1,4 @@
-"""Base of dataclasses that hold numpy arrays."""
+"""Base class for dataclasses that hold NumPy arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HoldsArrays:
-    """Base of dataclasses with array fields: provides equality, pickling and read-only arrays."""
+    """Base class for dataclasses with array fields. Provides equality, pickling and read-only arrays."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):

@@ -62,7 +62,7 @@ class Checkpoint:
     Attributes:
         state: the driver's state, as JSON values; a run resumes from it.
         format: version of the manifest format.
-        digest: SHA-256 of the manifest's content, which lists the SHA-256 of every other file.
+        digest: SHA-256 of the manifest's content, including the SHA-256 of every other file.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Pause Python's garbage collector where there is no garbage to collect."""
+"""Pause Python's garbage collector while there is no garbage to collect."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class CandidateIds(HoldsArrays):
 
     @classmethod
     def none(cls, num_tokens: int) -> CandidateIds:
-        """Return the candidates for a response in which every token was sampled from the whole vocabulary."""
+        """Return the value for a response whose tokens were all sampled from the whole vocabulary."""
         return cls(np.empty(0, np.int32), np.zeros(num_tokens + 1, np.int32))
 
     def __len__(self) -> int:
@@ -71,10 +71,10 @@ class CandidateIds(HoldsArrays):
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Draft tokens that an engine verified, and the forward passes in which it did so.
+    """Numbers of draft tokens that an engine verified and of the forward passes that verified them.
 
     Attributes:
-        num_accepted: draft tokens that became part of the response. Each pass adds one more token, which is sampled.
+        num_accepted: draft tokens that became part of the response. Each pass also adds one sampled token.
     """
 
     num_passes: int = 0

@@ -1,6 +1,5 @@
-"""The files in which a rank keeps copies of its training state in its node's shared memory. Each of two slots has a
-file with tensors, and a record that exists only while the tensors are complete. See
-megarl.megatron.checkpoint.host_copies.
+"""Files with copies of a rank's training state in its node's shared memory. Each of two slots has a file with tensors,
+and a record that exists only while the tensors are complete. See megarl.megatron.checkpoint.host_copies.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ def read_record(folder: Path, rank: str, slot: int) -> dict[str, Any] | None:
 
 
 def slot_of(folder: Path, rank: str, step: int) -> int | None:
-    """Return the slot with the rank's copy after `step`, or None if the folder has no such copy."""
+    """Return the slot with the rank's copy of the state after `step`, or None if the folder has no such copy."""
     return next((slot for slot in SLOTS if (read_record(folder, rank, slot) or {}).get("step") == step), None)
 
 
 def discard_after(folder: Path, rank: str, step: int) -> None:
-    """Discard the rank's copies after steps later than `step`."""
+    """Discard the rank's copies of states after steps later than `step`."""
     for slot in SLOTS:
         record = read_record(folder, rank, slot)
         if record is not None and record["step"] > step:

@@ -60,5 +60,5 @@ def is_secret_key(key: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """Return a text with the passwords in URLs masked. Error messages of libraries may contain such URLs."""
+    """Mask passwords in URLs. Error messages of libraries may contain such URLs."""
     return URL.sub(r"\1***@", text)

@@ -53,7 +53,7 @@ def on_cuda() -> bool:
 
 
 def has_context() -> bool:
-    """Return whether torch has initialized CUDA in this process, which takes memory on the GPU."""
+    """Return whether torch has initialized CUDA in this process and therefore uses GPU memory."""
     return on_cuda() and _torch().cuda.is_initialized()
 
 
@@ -73,7 +73,7 @@ def memory_bytes(gpu: int) -> int:
 
 
 def uuid(gpu: int) -> str:
-    """Return the UUID of a GPU, which is the same in every process, given its index in this process."""
+    """Return the UUID of a GPU, given its index in this process. The UUID is the same in every process."""
     return str(_torch().cuda.get_device_properties(gpu).uuid)
 
 
@@ -106,7 +106,7 @@ def claim(threads: int | None) -> None:
 
 
 def helper_thread(name: str) -> ThreadPoolExecutor:
-    """Return an executor with one thread, which works while the main thread computes.
+    """Return a single-thread executor for work that overlaps with the main thread's computation.
 
     Its operators run on a single core. With a second pool, there would be more OpenMP threads than cores, and OpenMP
     would put every thread of the process to sleep after each operator instead of letting it spin. An image model's
@@ -117,8 +117,8 @@ def helper_thread(name: str) -> ThreadPoolExecutor:
 
 @contextmanager
 def own_stream() -> Iterator[None]:
-    """Return a context manager that queues this thread's work on a separate stream and waits for it on exit. Work that
-    other threads queue in the meantime does not wait for it, but `synchronize` in another thread does. No-op on
+    """Queue this thread's work on a separate stream, and wait for it on exit. Work that other threads queue in the
+    meantime does not wait for it, but `synchronize` in another thread does. No-op on
     CPU."""
     if not on_cuda():
         yield

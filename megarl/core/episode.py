@@ -49,10 +49,10 @@ class Episode:
         stack: stack trace of the environment's error, if it raised one.
         outcome: reward for the rollout as a whole, in addition to the turn rewards.
         messages: the conversation, as text.
-        turns: for each of this sample's turns, its index within the rollout and a hash of the environment's state in
-            which it starts.
+        turns: for each of this sample's turns, its index within the rollout and a hash of the environment's state
+            before the turn.
         first_turn: index within the rollout of this sample's first trained turn.
-        is_last: whether this is the rollout's last sample, whose text reward functions read.
+        is_last: whether this is the rollout's last sample. Reward functions read its text.
         feedback: the environment's feedback on the rollout, for teachers.
         message_end: number of prompt tokens up to the end of the last message's text; None if the end is unknown, or
             if no teacher uses feedback on the rollout.

@@ -39,7 +39,7 @@ ERROR, INDENT = "megarl: error: ", "    "
 
 
 def prefix_lines(prefix: str, message: str) -> str:
-    """Prefix each line of an error message, except indented lines, which contain code or a stack trace."""
+    """Prefix each line of an error message, except indented lines of code or of a stack trace."""
     return "\n".join(line if line.startswith(INDENT) else f"{prefix}{line}" for line in message.splitlines())
 
 
@@ -50,8 +50,8 @@ def print_error(message: object) -> None:
 
 
 def install_extra(extra: str) -> str:
-    """Return a remedy that installs an extra, such as `run`. megarl is not on PyPI, and the package
-    named megarl there belongs to another project."""
+    """Return a remedy that installs an extra, such as `run`. The package named megarl on PyPI belongs to another
+    project."""
     return f"run pip install '.[{extra}]' in a checkout of megarl, or pip install 'FILE.whl[{extra}]' with its wheel"
 
 

@@ -130,7 +130,7 @@ def full_disk(path: Path) -> InfrastructureFailure:
 FULL_MESSAGES = tuple(os.strerror(number) for number in DISK_FULL)
 
 HIDING_MESSAGES = ("PytorchStreamWriter failed", "inline_container", "iostream error", "unexpected pos")
-"""torch's messages for a failed write, which omit the cause."""
+"""torch's messages for a failed write. They omit the cause."""
 
 
 def is_full(error: BaseException, path: Path) -> bool:
@@ -320,7 +320,7 @@ def sync(path: Path) -> None:
 
 
 def number_in(name: str, pattern: str) -> int | None:
-    """Return the number n for which pattern.format(n) equals the name; None if there is none. Example pattern:
+    """Return the number n such that pattern.format(n) equals the name; None if there is none. Example pattern:
     step_{:06d}."""
     before, _, end = pattern.partition("{")
     after = end.partition("}")[2]
@@ -371,7 +371,7 @@ def replace_text(file: Path, text: str) -> None:
 
 @contextmanager
 def replacement(file: Path) -> Iterator[BinaryIO]:
-    """Yield a new file, which replaces `file` when the body ends and is deleted if the body raises. An existing link or
+    """Yield a new file. It replaces `file` when the body ends, and is deleted if the body raises. An existing link or
     pipe is not followed."""
     new = file.with_name(f".{file.name}")
     new.unlink(missing_ok=True)

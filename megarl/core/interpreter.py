@@ -1,4 +1,4 @@
-"""Command-line prefixes for running programs in this environment."""
+"""Commands for running Python and megarl in this environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types for image models: sampled latents, and inputs at which engine and trainer compare velocities."""
+"""Types for image models: sampled latents, and inputs for comparing the velocities of engine and trainer."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def _frozen(caption: Conditioning[Any]) -> Conditioning[NDArray[np.float32]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentSample(HoldsArrays):
-    """One image sampled in N denoising steps, of which K ≤ N are trained. Either these are consecutive and stored with
+    """One image sampled in N denoising steps. K ≤ N of them are trained: either they are consecutive and stored with
     the latents before and after each, or they are arbitrary and the trainer noises the final latents to their levels.
 
     Processes exchange it in two parts, `for_training` and `for_rewards`. Each lacks the arrays of the other.
 
     Attributes:
-        prompt: the prompt, whose text is the caption.
+        prompt: the prompt. Its text is the caption.
         sigmas: float64 [N + 1], the noise levels, from 1 to 0.
         steps: int32 [K], the trained denoising steps. Step i leads from sigmas[i] to sigmas[i + 1].
         latents: float32 [K + 1, channels, height, width], x before the first trained step and after each trained step.
@@ -172,7 +172,7 @@ AnySample = Sample | LatentSample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VelocityInput(HoldsArrays):
-    """One model input for which the velocity is computed.
+    """One input for a velocity computation.
 
     Attributes:
         latents: float32 [channels, height, width].

@@ -59,5 +59,5 @@ OPTIMIZER_SHARE = Measured(
     "2026-11-27",
 )
 HOST_LINK_SHARE = Measured(
-    0.74, "fraction", "of the nominal bandwidth to host memory, at which states are offloaded", H100, "2026-11-27"
+    0.74, "fraction", "of the nominal bandwidth to host memory, achieved when states are offloaded", H100, "2026-11-27"
 )

@@ -11,10 +11,9 @@ class Declaration:
     """A metric, or several that differ in a part of their names.
 
     Attributes:
-        name: the name. Words in capitals are placeholders: ROLE is actor, critic or implicit_reward; MODEL is policy,
-            value, implicit_reward or reward_model, which is the prefix for the metrics of a trained model; STATE is
-            parameters, optimizer or gradients; N and K are numbers; NAME is the name of a score; other placeholders
-            match any text.
+        name: the name. Words in capitals are placeholders: ROLE is actor, critic or implicit_reward; MODEL, the prefix
+            for the metrics of a trained model, is policy, value, implicit_reward or reward_model; STATE is parameters,
+            optimizer or gradients; N and K are numbers; NAME is the name of a score; other placeholders match any text.
         meaning: what is measured, over which samples or tokens.
         unit: the unit; empty for numbers without a unit, such as fractions from 0 to 1.
         present: the condition under which the metric exists; empty if every RL run has it.
@@ -81,11 +80,15 @@ METRICS = (
     Declaration("time/step", "duration of the step", "s"),
     Declaration("time/rollout", "time spent submitting rollouts and waiting for them", "s"),
     Declaration("time/reward", "time spent waiting for rewards after the last rollout", "s"),
-    Declaration("time/train", "passes and updates of all models", "s"),
+    Declaration("time/train", "time of the passes and updates of all models", "s"),
     Declaration(
-        "time/copy", "waiting for copies of the trained models' state in shared memory and on other nodes", "s"
+        "time/copy",
+        "time spent waiting for copies of the trained models' state in shared memory and on other nodes",
+        "s",
     ),
-    Declaration("time/recovery", "replacing the ranks of the trained models", "s", "steps that replaced ranks"),
+    Declaration(
+        "time/recovery", "time spent replacing the ranks of the trained models", "s", "steps that replaced ranks"
+    ),
     Declaration("recovery/replacements", "number of rank replacements", "", "steps that replaced ranks"),
     Declaration(
         "cluster/slowest_node",
@@ -93,35 +96,33 @@ METRICS = (
         "",
         "trained models on several nodes",
     ),
-    Declaration("time/refit", "weight sync, including log-prob checks after it", "s"),
+    Declaration("time/refit", "time of the weight sync and of the log-prob checks after it", "s"),
     Declaration("time/evaluation", "duration of the step's evaluations", "s", "steps with an evaluation"),
-    Declaration("time/checkpoint", "time for which training waited for a save", "s", "steps with a save"),
+    Declaration("time/checkpoint", "time that training waited for a save", "s", "steps with a save"),
     Declaration("checkpoint/seconds", "time to write the latest complete checkpoint", "s", "after a save"),
     Declaration("checkpoint/bytes", "size of the latest complete checkpoint", "bytes", "after a save"),
     Declaration("cluster/goodput", "fraction of the run's allocated time so far spent on steps that were kept"),
     Declaration(
         "goodput/CAUSE", "fraction of all device-seconds so far, including queue time", "", "causes with recorded time"
     ),
-    Declaration("idle/engines", "fraction of the step in which engines were idle"),
-    Declaration("idle/ROLE", "fraction of the step in which the ranks of a trained model were idle"),
+    Declaration("idle/engines", "fraction of the step that engines were idle"),
+    Declaration("idle/ROLE", "fraction of the step that a trained model's ranks were idle"),
     Declaration("engines/alive", "number of running engines"),
     Declaration("reward_models/alive", "number of running reward model engines", "", "reward_model.engine=vllm"),
     Declaration("memory/peak_pss_gb", "peak memory of the run's processes on the fullest node so far, as PSS", "GB"),
-    Declaration("memory/peak_rss_gb", "peak memory as RSS, which counts shared pages once per process", "GB"),
+    Declaration("memory/peak_rss_gb", "peak memory as RSS (shared pages are counted once per process)", "GB"),
     Declaration("memory/ROLE_STATE_offloaded_gb", "host memory of offloaded state", "GB", "ROLE.offload"),
-    Declaration("refit/gb", "weights that engines received", "GB"),
-    Declaration("refit/sent_gb", "weights sent between processes", "GB", "p2p transport, or several nodes"),
+    Declaration("refit/gb", "size of the weights that engines received", "GB"),
+    Declaration("refit/sent_gb", "size of the weights sent between processes", "GB", "p2p transport, or several nodes"),
     Declaration("refit/staging_mib", "largest buffer of an engine rank during a refit", "MiB"),
     Declaration("weights/version", "weight version after the step"),
-    Declaration("weights/staleness_max", "largest number of versions that a sample is behind the trained weights"),
+    Declaration("weights/staleness_max", "largest number of weight versions between a sample and the trained weights"),
     Declaration("weights/staleness_N_share", "fraction of samples with staleness N", "", STALENESS),
     Declaration("weights/mixed_frac", "fraction of samples with tokens of several weight versions"),
     Declaration("rollout/prompts", "prompts sampled in all rounds"),
     Declaration("rollout/rounds", "rounds of dynamic sampling; 1 without it"),
     Declaration("rollout/groups_ahead", "groups in flight beyond the step", "", STALENESS),
-    Declaration(
-        "rollout/groups_ahead_finished", "finished groups among those in flight beyond the step", "", STALENESS
-    ),
+    Declaration("rollout/groups_ahead_finished", "finished groups in rollout/groups_ahead", "", STALENESS),
     Declaration("rollout/dropped_samples", "samples that were dropped as stale", "", "rollout.on_stale=drop"),
     Declaration(
         "rollout/dropped_tokens", "tokens of samples that were dropped as stale", "tokens", "rollout.on_stale=drop"
@@ -167,7 +168,7 @@ METRICS = (
     Declaration("MODEL/max_vio", "load of the busiest expert relative to the mean, minus 1", "", "mixture of experts"),
     Declaration(
         "MODEL/routes_differ",
-        "fraction of tokens and layers for which the trainer would have chosen other experts",
+        "fraction of tokens, over all layers, that the trainer would have routed to other experts",
         "",
         "actor.experts.replay_routes",
     ),
@@ -198,7 +199,7 @@ METRICS = (
         "",
         "distillation.on_policy_share < 1",
     ),
-    Declaration("teachers/seconds", "time of the teachers' passes, which is part of time/train", "s", "teachers"),
+    Declaration("teachers/seconds", "time of the teachers' passes, included in time/train", "s", "teachers"),
     Declaration("correction/weight_mean", "mean importance weight", "", CORRECTION),
     Declaration("correction/weight_square_mean", "mean squared importance weight", "", CORRECTION),
     Declaration("correction/weight_max", "largest importance weight", "", CORRECTION),
@@ -242,7 +243,7 @@ METRICS = (
     Declaration("implicit_reward/mean", "mean implicit reward of a sample", "", "implicit_reward"),
     Declaration("reward_model/loss", "loss of an update, mean over the step's updates", "", "training a reward model"),
     Declaration("preference/loss", "mean loss per pair", "", PREFERENCES),
-    Declaration("preference/accuracy", "fraction of pairs in which the chosen response scores higher", "", PREFERENCES),
+    Declaration("preference/accuracy", "fraction of pairs whose chosen response scores higher", "", PREFERENCES),
     Declaration("preference/margin", "mean score difference of a pair", "", PREFERENCES),
     Declaration("preference/chosen", "mean score of chosen responses", "", PREFERENCES),
     Declaration("preference/rejected", "mean score of rejected responses", "", PREFERENCES),

@@ -13,12 +13,12 @@ from typing import Any
 from megarl.core.files import append_rows
 
 RESERVED_BYTES = 2**28
-"""Free disk space in bytes below which logs are dropped, so that checkpoints and other files can be written."""
+"""Free disk space in bytes that is reserved for checkpoints and other files. With less, logs are dropped."""
 
 
 class OptionalLog:
-    """An optional log, which may span several files. Rows are dropped while the disk is full, and logging resumes
-    once there is space."""
+    """An optional log in one or more files. Rows are dropped while the disk is full, and logging resumes once there is
+    space."""
 
     def __init__(self, rows: str):
         """rows: plural noun for the log's contents, used in messages."""

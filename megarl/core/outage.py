@@ -9,7 +9,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 def pauses(limit_s: float) -> Iterator[float]:
-    """Yield the pauses between attempts, which add up to `limit_s`."""
+    """Yield pauses between attempts that add up to `limit_s`."""
     pause = FIRST_PAUSE_S
     while limit_s > 0:
         pause = min(pause, LONGEST_PAUSE_S, limit_s)
@@ -28,7 +28,7 @@ class Outage:
         """Time of the first failed call since the last successful one."""
 
     def begin_call(self) -> Iterator[float | None]:
-        """Return an iterator over one call's pauses, which yields None once the limit is reached."""
+        """Return an iterator over one call's pauses. It yields None once the limit is reached."""
         began, pause = self._clock(), FIRST_PAUSE_S
         while True:
             now = self._clock()

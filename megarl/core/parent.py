@@ -1,4 +1,4 @@
-"""Ties a process's lifetime to its parent's."""
+"""Tie a process's lifetime to its parent's."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def without_copy(held: Sequence[Collection[int]]) -> list[int]:
 
 
 def fetches(held: Sequence[Collection[int]]) -> list[Transfer]:
-    """Return the transfers that bring copies to the ranks without a copy on their own node. For `held`, see
-    `without_copy`, whose result must be empty."""
+    """Return transfers that give every rank a copy on its own node. For `held`, see `without_copy`, whose result must
+    be empty."""
     transfers = []
     for rank in range(len(held)):
         sources = [other for other, ranks in enumerate(held) if rank in ranks]

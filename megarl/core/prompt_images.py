@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """One image that the policy receives. Its tokens are consecutive placeholders, whose embeddings the vision tower's
-    features replace.
+    """One image that the policy receives. Its tokens are consecutive placeholders. The vision tower's features replace
+    their embeddings.
 
     Attributes:
         start: index of the first placeholder among the token ids of prompt and response.
@@ -43,7 +43,7 @@ def expand(
     """Expand each placeholder to one per feature. Return the ids and the images with their starts set.
 
     Args:
-        token_ids: ids in which the placeholder `token` occurs once per image.
+        token_ids: ids with one placeholder `token` per image.
     """
     expanded: list[int] = []
     placed: list[PromptImage] = []

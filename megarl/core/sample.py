@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 GIVEN = "given"
-"""Last part of the rollout id of a given response, STEP.GROUP.given, which comes from the data instead of an engine."""
+"""Last part of the rollout id, STEP.GROUP.given, of a response that comes from the data instead of an engine."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,9 +46,9 @@ class Sample(HoldsArrays):
         candidate_ids: None if the engine kept the whole vocabulary for every token.
         rollout_id: the sample's rollout, which may have several samples; "" stands for the sample's own id.
         episode: None without an environment.
-        routes: int8 or int16 [P + R, layers, experts per token], the indices of the experts to which the engine routed
-            each token in the prompt and response, in each MoE layer. NO_ROUTE if a token's experts are unknown, such as
-            those of the last token, which was never an input. None if the run does not replay routes.
+        routes: int8 or int16 [P + R, layers, experts per token], the experts that the engine chose for each token of
+            the prompt and response in each MoE layer. NO_ROUTE if a token's experts are unknown, such as those of the
+            last token, which was never an input. None if the run does not replay routes.
         labels: float32 [R] in [0, 1], labels of the response tokens from the data, NaN for unlabeled tokens. None
             unless the data has labels.
         drafts: draft tokens that the engine verified, summed over turns.
@@ -227,13 +227,13 @@ class SampleRef:
 
     Rewards, once the sample is scored (`megarl.step.rollout_rewards` defines those of a rollout):
         outcome: combined value of the reward functions.
-        length_reward: reward for the lengths of the rollout's samples, which is added to the outcome.
-        token_reward_totals: totals over per-token rewards, which are part of the outcome.
+        length_reward: reward for the lengths of the rollout's samples, added to the outcome. token_reward_totals:
+        totals over the per-token rewards in the outcome.
         turn_rewards: as in Score.
         reward_parts: the rewards that make up the outcome, as in Score, if the estimator compares them separately.
         greedy: reward of the greedy response to the same prompt, if the estimator needs it.
         baseline: baseline for the reward.
-        turn_advantages: advantage of each turn, which is added to that of its tokens; empty if turns are not compared.
+        turn_advantages: advantage of each turn, added to the advantages of its tokens; empty if turns are not compared.
         reward_from_others: part of the scalar reward that comes from token and KL rewards of the rollout's other
             samples.
 

@@ -48,7 +48,7 @@ class Score:
         failure: None, or one line that names the reward function and the error.
         is_infrastructure: whether the infrastructure caused the failure, rather than a reward function.
         token_reward_totals: totals of the rewards that are assigned to single tokens.
-        turn_rewards: rewards of the sample's turns in an environment, which are part of the value.
+        turn_rewards: rewards of the sample's turns in an environment, included in the value.
         reward_parts: the rewards that make up the value, by name, without those that are assigned to single tokens.
         issues: problems that a response may cause without a failure, keyed by FUNCTION_PROBLEM: a description, or None
             if the problem did not occur.

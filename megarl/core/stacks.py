@@ -1,4 +1,4 @@
-"""Stack dumps of a process, requested by another process that has waited too long for it."""
+"""Dump a process's stacks when another process has waited too long for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text in messages, and external text such as that from environments, agents, judges and data files."""
+"""Format text for messages, and make text from environments, agents, judges and data files safe to encode and print."""
 
 from __future__ import annotations
 

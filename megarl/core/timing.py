@@ -44,6 +44,6 @@ class ElapsedTime:
 
 
 def process_begin(pid: int) -> float:
-    """Return the time at which a process started, in seconds since the epoch, to about 10 ms."""
+    """Return the start time of a process in seconds since the epoch, accurate to about 10 ms."""
     started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)

@@ -1,4 +1,4 @@
-"""User-provided Python files, which a configuration names as `path/to/file.py:NAME`."""
+"""The user's Python files that a configuration names as `path/to/file.py:NAME`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def defined_in_file(key: str, name: str) -> tuple[Path, str, Any]:
     file, _, inner = name.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"{key}: {path} is not a Python file. Fix: correct the path")
+        raise UserError(f"{key}: {path} is not a Python file. Fix: use the path of an existing .py file")
     return path, inner, getattr(_load(key, path), inner, None)
 
 
@@ -40,7 +40,7 @@ def _load(key: str, path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything
-        fix = "correct the file"
+        fix = "resolve this error in the file"
         if isinstance(error, ModuleNotFoundError):
             fix = "install the module, or add its directory to PYTHONPATH"
         raise UserError(f"{key}: importing {path} raised {type(error).__name__}: {error}. Fix: {fix}") from error

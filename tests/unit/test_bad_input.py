@@ -181,7 +181,7 @@ CASES = [
     ("data.prompt_column=question", ["FOLDER/prompts.jsonl:1: missing column 'question'"]),
     # rewards
     (rewards("exact_mach"), ["rewards.functions: unknown function 'exact_mach'. Fix: use exact_match"]),
-    (rewards("FOLDER/none.py:f"), ["rewards.functions: FOLDER/none.py is not a Python file. Fix: correct"]),
+    (rewards("FOLDER/none.py:f"), ["rewards.functions: FOLDER/none.py is not a Python file. Fix: use"]),
     (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py names a file but no function"]),
     (
         rewards("FOLDER/good.py:g"),

@@ -28,9 +28,10 @@ def bi_level_gae(
 
     The last token e_k of turn k receives the turn's advantage A_k = Σ_l (γ_turn·λ_turn)^l·δ_{k+l}, where
     δ_k = r_{e_k} + γ_turn·V_{e_{k+1}} − V_{e_k}. The other tokens of the turn receive A_t = δ_t + γλ·A_{t+1}, where
-    δ_t = r_t + γ·V_{t+1} − V_t. So rewards of later turns reach a turn only through A_k, discounted once per turn.
+    δ_t = r_t + γ·V_{t+1} − V_t. Rewards of later turns therefore reach a turn only through A_k, discounted once per
+    turn.
 
-    A turn is a run of trained tokens of a sample. The value after a sample's last turn is 0.
+    A turn is a run of consecutive trained tokens in a sample. The value after a sample's last turn is 0.
 
     Args:
         reward: float32 [N]. Rewards of untrained tokens are ignored.
@@ -38,7 +39,7 @@ def bi_level_gae(
         row_sample: int64 [N], index of each row's sample, non-decreasing.
         value: float32 [N], as in `gae`.
         turn_gamma: γ_turn, the discount from one turn to the next.
-        turn_lambda: λ_turn. None: gae_lambda, as in the published code.
+        turn_lambda: λ_turn. None uses gae_lambda, as in the published code.
     """
     require_one_shape(reward=reward, value=value, mask=mask, row_sample=row_sample)
     sample, turn = row_sample[mask], turns_of(mask, row_sample)[mask]
@@ -56,7 +57,7 @@ def bi_level_gae(
 
 SPEC = TokenEstimator(
     name="bi_level_gae",
-    formula="GAE over turns for the last token of a turn, GAE over its tokens before it; whitened over the update",
+    formula="GAE over turns for a turn's last token, GAE over tokens for its other tokens; whitened over the update",
     paper="VAGEN, arXiv 2510.16907",
     comparison="values",
     estimate=bi_level_gae,

@@ -13,7 +13,7 @@ from megarl.core.score import Baseline, RewardPart
 
 def gdpo(group: Sequence[Member], std: str, std_epsilon: float, step_std: str) -> list[Baseline]:
     """Return each sample's advantage before the normalization over the step, expressed as a baseline for its reward:
-    A_i = Σ_k w_k·(r_ik − mean(r_k)) / (std(r_k) + std_epsilon), where k are the rewards and w_k their weights
+    A_i = Σ_k w_k·(r_ik − mean(r_k)) / (std(r_k) + std_epsilon), where k indexes the rewards and w_k are their weights
     (https://arxiv.org/abs/2601.05242).
 
     The remainder of a sample's reward (the KL and per-token rewards) is centered on its group mean but not scaled. The
@@ -32,8 +32,8 @@ def gdpo(group: Sequence[Member], std: str, std_epsilon: float, step_std: str) -
 def step_moments(
     groups: Sequence[Sequence[Member]], std: str, std_epsilon: float, step_std: str
 ) -> tuple[float, float] | None:
-    """Return mean(A) and std(A) + std_epsilon over the samples in all groups of the step, in which each rollout counts
-    once (https://arxiv.org/abs/2601.05242). Groups of one sample are excluded, because their rewards are not
+    """Return mean(A) and std(A) + std_epsilon over the samples in all groups of the step, counting each rollout once
+    (https://arxiv.org/abs/2601.05242). Groups of one sample are excluded, because their rewards are not
     compared. step_std="none" skips the normalization."""
     sums = [a for group in groups if len(group) > 1 for a in _advantages(group, std, std_epsilon)]
     if step_std == "none" or not sums:

@@ -1,4 +1,4 @@
-"""GiGPO: group-relative advantages of rollouts, and of their turns that start in the same state of the environment."""
+"""GiGPO: group-relative advantages of rollouts, and of turns that start in the same environment state."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def gigpo(
     group: Sequence[Member], std: str, std_epsilon: float, turn_gamma: float, turn_weight: float
 ) -> list[Baseline]:
     """Return the baselines of the rollouts, b = mean(R) and c = std(R) + std_epsilon as in GRPO: the episode-level
-    advantages of GiGPO (https://arxiv.org/abs/2505.10978). std="none" sets c = 1; the paper reports both. turn_gamma
-    and turn_weight are those of `turn_advantages`."""
+    advantages of GiGPO (https://arxiv.org/abs/2505.10978). std="none" sets c = 1; the paper reports both. Only
+    `turn_advantages` uses turn_gamma and turn_weight."""
     return grpo(group, std, std_epsilon)
 
 
@@ -28,7 +28,7 @@ def turn_advantages(
     times their weight (https://arxiv.org/abs/2505.10978).
 
     G_k = Σ_{l≥k} γ^(l−k)·r_l is the discounted return of the rollout from turn k on. Its mean and deviation are over
-    all turns of the group's rollouts with the same state, so a turn in a state that occurs once has advantage 0.
+    all turns in the group that start in the same state, so a turn whose state occurs once has advantage 0.
 
     Args:
         group: the turns of each rollout, in order.

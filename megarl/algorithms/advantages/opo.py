@@ -11,8 +11,9 @@ from megarl.core.score import Baseline
 
 
 def opo(group: Sequence[Member]) -> list[Baseline]:
-    """Return b = Σ l_j·r_j / Σ l_j: OPO's optimal baseline if a sample's squared gradient norm grows with its length
-    (https://arxiv.org/abs/2505.23585, eq. 7). Falls back to the plain mean if no sample has a trained token."""
+    """Return b = Σ l_j·r_j / Σ l_j: the optimal baseline if a sample's squared gradient norm is proportional to its
+    length: OPO (https://arxiv.org/abs/2505.23585, eq. 7). Falls back to the plain mean if no sample has a trained
+    token."""
     num_tokens = sum(member.num_tokens for member in group)
     if not num_tokens:
         return group_mean(group)

@@ -32,8 +32,8 @@ def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str
 
 
 def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
-    """Return, for each reward, the probability that it is the largest of k rewards drawn without replacement: C(j, k−1)
-    / C(n, k) for a reward with j rewards below it. Among equal rewards, the later one in the list ranks higher."""
+    """Return the probability that each reward is the largest of k rewards drawn without replacement: C(j, k−1) / C(n,
+    k) for a reward with j rewards below it. Among equal rewards, the later one in the list ranks higher."""
     _check(rewards, k)
     sets = math.comb(len(rewards), k)
     return [math.comb(rank, k - 1) / sets for rank in _ranks(rewards)]
@@ -66,7 +66,7 @@ def against_without(rewards: Sequence[float], k: int) -> list[float]:
     """Return (1 / C(n, k)) · Σ (max S − max(S∖{i})) over the k-subsets S that contain i, for each i.
 
     Leave-one-out policy optimization of max@k (arXiv 2505.15201, section 4). With k = n, the best sample's advantage is
-    its lead over the second best, and all others have 0 (arXiv 2503.19595).
+    its lead over the second best, and all other advantages are 0 (arXiv 2503.19595).
     """
     _check(rewards, k)
     ordered, sets = sorted(rewards), math.comb(len(rewards), k)
@@ -95,8 +95,8 @@ def _check(rewards: Sequence[float], k: int) -> None:
 
 
 def k_is_at_most_the_group_size(options: Options, samples_per_prompt: int) -> str | None:
-    """Require k to be at most the number of samples, and less than it with the baseline over all subsets: n samples
-    have only one subset of size n, which contains every sample."""
+    """Require k to be at most the number of samples, or less with the baseline over all subsets: the only subset of n
+    samples contains every sample."""
     k, all_sets = options["k"], options["pass_at_k_baseline"] == "all"
     if samples_per_prompt < 2:  # rejected for every group estimator
         return None

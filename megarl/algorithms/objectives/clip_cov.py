@@ -1,4 +1,4 @@
-"""Clip-Cov: PPO's clip without the loss of some high-covariance tokens."""
+"""Clip-Cov: PPO's clipped loss, set to 0 for some high-covariance tokens."""
 
 from __future__ import annotations
 

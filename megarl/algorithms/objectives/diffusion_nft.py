@@ -1,4 +1,4 @@
-"""DiffusionNFT: a contrast of velocities, which needs no log-probs."""
+"""DiffusionNFT: a contrastive loss on velocities that needs no log-probs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST_ERROR = 1e-5
-"""Lower bound on the mean absolute error by which DiffusionNFT divides its squared error."""
+"""Lower bound on the mean absolute error, the divisor of the squared error in DiffusionNFT."""
 
 
 def diffusion_nft(

@@ -1,4 +1,4 @@
-"""DPPO with a binary KL: the surrogate masked beyond a divergence from the old policy."""
+"""DPPO with a binary KL: the surrogate, masked where the policy has diverged too far from the old one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST = 1e-8
-"""Lower bound on the probabilities 1 − p and 1 − q, which keeps the logarithm in the binary divergence finite."""
+"""Lower bound on 1 − p and 1 − q that keeps the logarithm in the binary divergence finite."""
 
 
 def dppo_kl(

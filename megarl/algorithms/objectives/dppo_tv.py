@@ -1,4 +1,4 @@
-"""DPPO with a binary total variation: the surrogate masked beyond a distance from the old policy."""
+"""DPPO with a binary total variation: the surrogate, masked where the policy has moved too far from the old one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def ipo(margin: torch.Tensor, beta: float) -> torch.Tensor:
     """Return ℓ = (m/β − 1 / (2·β))², where m = β·h and h is the log-ratio of the better response minus that of the
     worse one.
 
-    IPO (https://arxiv.org/abs/2310.12036, eq. 17), whose τ is β here. The margin m is float32 [P].
+    IPO (https://arxiv.org/abs/2310.12036, eq. 17, where β is called τ). The margin m is float32 [P].
     """
     require_pairs(margin)
     return (margin / beta - 1 / (2 * beta)).square()

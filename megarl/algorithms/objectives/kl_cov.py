@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def kl_cov(
     log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, selected: torch.Tensor, penalty: float
 ) -> PolicyLoss:
-    """Return ℓ = −ρ·A, plus penalty·|log ρ| for the selected tokens, which are those with the highest covariance.
+    """Return ℓ = −ρ·A, plus penalty·|log ρ| for the selected tokens: those with the highest covariance.
 
     KL-Cov (https://arxiv.org/abs/2505.22617, eq. 14 and 15), with the authors' estimate of the divergence. `selected`
     is bool [N].

@@ -1,8 +1,8 @@
 """Process reward model: scores for the steps in a response.
 
-The loss is the cross-entropy of a step's label y with the score s of the step's last token. Let's Verify Step by Step
-(https://arxiv.org/abs/2305.20050) uses human labels, 0 or 1. Math-Shepherd (https://arxiv.org/abs/2312.08935, eq. 2)
-uses estimated labels, hard or soft.
+The loss is the cross-entropy between a step's label y and the score s of the step's last token. Let's Verify Step by
+Step (https://arxiv.org/abs/2305.20050) uses human labels, 0 or 1. Math-Shepherd (https://arxiv.org/abs/2312.08935, eq.
+2) uses estimated labels, hard or soft.
 """
 
 from megarl.algorithms.rewards import binary_cross_entropy

@@ -18,9 +18,9 @@ def slic(margin: torch.Tensor, better: torch.Tensor, hinge_margin: float, regula
 
     SLiC-HF (https://arxiv.org/abs/2305.10425, eq. 4), with δ = hinge_margin and λ = regularisation. The paper trains
     with δ = 1, the default, and without length normalization. It does not report λ; the default of ½ is megarl's. The
-    paper's second term uses the target of supervised fine-tuning or the best of several sampled responses, with similar
-    results. Preference pairs have no such target, so the better response is used; for sampled prompts, it is the best
-    one. The margin m and the reward of the better response, log π(y₊), are float32 [P].
+    paper's second term uses the supervised fine-tuning target or the best of several sampled responses, with similar
+    results. Preference pairs have no such target, so this function uses the better response; for sampled responses,
+    that is the best one. The margin m and the reward of the better response, log π(y₊), are float32 [P].
     """
     require_one_shape(margin=margin, better=better)
     return (hinge_margin - margin).relu() - regularisation * better

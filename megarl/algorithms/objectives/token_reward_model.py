@@ -1,7 +1,7 @@
 """Token-level reward model: a score for every token in a response.
 
 The loss is that of a process reward model (Let's Verify Step by Step, https://arxiv.org/abs/2305.20050), applied to
-every token: the cross-entropy of the label y of the token's step with the token's score s.
+every token: the cross-entropy between the label y of the token's step and the token's score s.
 """
 
 from megarl.algorithms.rewards import binary_cross_entropy

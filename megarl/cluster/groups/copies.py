@@ -1,4 +1,4 @@
-"""Copies of trained ranks' state in shared memory, which replacement processes restore."""
+"""Copies of trained ranks' state in shared memory, for replacement processes to restore."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ so it does not delay the step."""
 
 
 class CopyingRank(RankActor):
-    """A rank whose state is copied. Its worker is a TrainerWorker."""
+    """A rank with copies of its state. Its worker is a TrainerWorker."""
 
     def copy_room(self) -> tuple[int, int]:
         """Return the size of this rank's copies and the free shared memory on its node, in bytes."""
@@ -54,13 +54,14 @@ class CopyingRank(RankActor):
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _ranks_with_copy(names: Sequence[str], step: int) -> set[str]:
-    """Return the names of the ranks whose copies after `step` are on this task's node."""
+    """Return the names of the ranks whose copies of the state after `step` are on this task's node."""
     folder = make_memory_folder(own_scratch())
     return {name for name in names if slot_of(folder, name, step) is not None}
 
 
 def _unless_full(copy: Callable[[], None]) -> str:
-    """Run `copy`. Return "" or, if the copy does not fit in shared memory, the reason. The run continues without it."""
+    """Run `copy`. Return "", or the reason if the copy does not fit in shared memory. The run then continues without
+    it."""
     try:
         copy()
     except (InfrastructureFailure, OSError) as failure:
@@ -83,7 +84,7 @@ def _first_problems(parts: Sequence[tuple[str, str] | None]) -> tuple[str, str] 
 
 
 class CopyingGroup(RankGroup):
-    """All ranks of a model whose state is copied."""
+    """All ranks of a model with copies of its state."""
 
     def __init__(self, session: Session, config: Config, role: Role, model_folder: Path, processes: Sequence[Process]):
         super().__init__(session, config, role, model_folder, processes, config.cluster.replace_ranks)
@@ -96,9 +97,9 @@ class CopyingGroup(RankGroup):
 
     @remote(timeout="checkpoint", join=_first_problem)
     def copy_state(self, step: int) -> str:
-        """Start copying each rank's state after `step` to its node's shared memory, from which a replacement process
-        can restore it. The result is "" or describes a rank whose node's shared memory is full. The next call on a rank
-        waits until its state is copied, unless the method is in READ_ONLY_METHODS."""
+        """Start copying each rank's state after `step` to its node's shared memory, for a replacement process to
+        restore. The result is "" or describes a rank whose node's shared memory is full. The next call on a rank waits
+        until its state is copied, unless the method is in READ_ONLY_METHODS."""
         ...
 
     @remote(timeout="checkpoint")
@@ -120,7 +121,8 @@ class CopyingGroup(RankGroup):
         """Restore the state after `step` from copies made by earlier processes of these ranks."""
 
     def holds_copies(self, step: int) -> bool:
-        """Return whether each rank's copy after `step` is complete on a node that is not lost. A node lost during
+        """Return whether each rank has a complete copy of its state after `step` on a node that is not lost. A node
+        lost during
         the call counts as having no copies. No rank may be running: see `kill`."""
         lost = self._session.members.lost()
         placed = {p.node.number: p for p in self._processes if p.node.number not in lost}

@@ -45,8 +45,8 @@ Parameters = Mapping[str, tuple[tuple[int, ...], str]]
 
 @dataclass(slots=True)
 class _Generating:
-    """A running call to `generate`. num_tokens: number of tokens or denoising steps of its finished samples and, once
-    it is aborted, of its unfinished ones."""
+    """A running call to `generate`. num_tokens: number of tokens or denoising steps in its finished samples and, once
+    it is aborted, in its unfinished ones."""
 
     requests: Requests
     samples: asyncio.Future[list[AnySample]]
@@ -54,15 +54,15 @@ class _Generating:
 
 
 class EngineProcess(ReplicaActor):
-    """One engine. Ray runs all calls in one event loop, so other calls can run while `generate` waits for its
+    """One engine. Ray runs all calls in one event loop, so that other calls can run while `generate` waits for
     samples."""
 
     num_parts: ClassVar[int] = 1
-    """Number of Ray objects in which a sample is stored."""
+    """Number of Ray objects that store one sample."""
 
     @staticmethod
     def parts(sample: Any) -> Sequence[Any]:
-        """Return the parts in which a sample is stored. The last part is the one for rewards."""
+        """Split a sample into parts, each stored as a Ray object. The last part is the input to rewards."""
         return (sample,)
 
     def __init__(self, *arguments: Any):

@@ -84,7 +84,7 @@ class EngineGroup(ReplicaGroup):
     actor_class, title, role = EngineActor, "EngineActor", "engine"
     awaits_restarts = False
     sample_fields: ClassVar[tuple[str, ...]] = ("sample",)
-    """Fields of a SampleRef for references to the parts of a sample; see EngineProcess.parts."""
+    """SampleRef fields that refer to a sample's parts; see EngineProcess.parts."""
 
     @remote(timeout="start")
     def _hold(self, version: int) -> None: ...
@@ -138,7 +138,7 @@ class EngineGroup(ReplicaGroup):
         [self.whole_model] = self._destinations([huggingface_holder(self._hf_config, config.model.dtype)])
         """Holder of the whole model in the format that the engines receive."""
         self.by_loader = False
-        """Whether the engines load weights through vLLM's loader, which may transform them."""
+        """Whether the engines load weights through vLLM's loader. The loader may transform the weights."""
 
     def _engine_holders(self, config: Config, count: int, padded_experts: int | None) -> list[Holder]:
         """Return the holders of `count` engines, in order, without quantization."""
@@ -192,13 +192,13 @@ class EngineGroup(ReplicaGroup):
         return self._switch(self._sleep, self._sleeps, keeps_weights or self.by_loader)
 
     def _switch(self, call: RemoteCall[None, Any, *Ts], applies: bool, *arguments: *Ts) -> Pending[None]:
-        """Run a method with which the engines release or reclaim their devices, if `applies` is true."""
+        """If `applies` is true, run a method that makes the engines release or reclaim their devices."""
         done = self._submit(call.method, call.start(*arguments) if applies else {})
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
 
     def _switch_to_loader(self, reason: str, names: Sequence[str]) -> None:
         """Make every worker receive whole checkpoint tensors, because of the named parameters or kernels. Raise a
-        UserError if the checkpoint stacks experts, which refits send separately."""
+        UserError if the checkpoint stacks experts, because refits send experts separately."""
         if stacks(self.whole_model.shapes):
             raise UserError(
                 f"rollout.vllm_overrides: {reason} ({names[0]}), so the engines must load whole tensors, but megarl "

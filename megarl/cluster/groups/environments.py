@@ -39,8 +39,8 @@ A = TypeVar("A")
 @ray.remote(**ASYNC_OPTIONS)
 class EnvironmentActor(AsyncProcessActor):
     """A process that runs many rollouts concurrently in one event loop, with the environments in separate processes.
-    The processes of the training environments live for the whole run. Each evaluation starts new processes, so it
-    always starts from the same state and does not affect the training environments."""
+    The training environments' processes live for the whole run. Each evaluation starts new processes, so that it begins
+    in the same state every time and does not affect the training environments."""
 
     def __init__(self, process: Process, logs: Path):
         super().__init__(process, logs)
@@ -62,8 +62,8 @@ class EnvironmentActor(AsyncProcessActor):
     async def train(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
     ) -> list[list[SampleRef]] | Aborted | None:
-        """Run rollouts on this engine. Return the samples for each rollout, Aborted, or None if the engine was lost.
-        The listener receives each rollout's samples as soon as the rollout finishes."""
+        """Run rollouts on this engine. Return the samples of each rollout, Aborted if the call was aborted, or None if
+        the engine was lost. The listener receives each rollout's samples as soon as the rollout finishes."""
 
         def on_finished(samples: list[Sample]) -> list[SampleRef]:
             images = {sample.id: [image.file for image in sample.images] for sample in samples if sample.images}
@@ -75,8 +75,8 @@ class EnvironmentActor(AsyncProcessActor):
     async def evaluate(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, set_config: Config
     ) -> list[list[SampleRef]] | Aborted | None:
-        """Run the rollouts for an evaluation set with this config. The return value is the same as for `train`. At
-        most as many rollouts run concurrently as in a training step, so that the machine's memory suffices."""
+        """Run the rollouts for an evaluation set with this config. The return value is the same as for `train`. To fit
+        in memory, it runs at most as many rollouts concurrently as a training step."""
         runner = await self._start_runner(set_config)
         try:
             batch = self._config.batch

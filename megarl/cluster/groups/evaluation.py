@@ -44,7 +44,7 @@ class SetScorer:
     async def score(
         self, samples: Sequence[Sample], version: int, file: Path, images: SampleImages = NO_IMAGES
     ) -> list[Score]:
-        """Score each sample with the results for its whole rollout, and write the samples as text to a JSONL file."""
+        """Score each sample from its rollout's results, and write the samples as text to a JSONL file."""
         judged = [sample for sample in samples if is_judged(sample)]
         if self._pool.image_functions:
             judged = await fetch_images(judged, images)
@@ -84,8 +84,8 @@ class EvaluationScorer:
 
 
 def write_samples(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score], append: Append) -> None:
-    """Write the scored samples. Overwrite a file and images left by a killed attempt."""
-    with suppress(OSError):  # the disk may be full, which append_rollouts reports
+    """Write the scored samples. Replace a file and images that a killed attempt has left."""
+    with suppress(OSError):  # the disk may be full; append_rollouts reports that
         file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     shutil.rmtree(image_folder(file), ignore_errors=True)

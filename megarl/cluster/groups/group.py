@@ -86,7 +86,7 @@ class WorkerGroup:
         return self._actors
 
     def take_idle_share(self) -> Pending[float]:
-        """Return the fraction of the time since the last call in which the processes were idle."""
+        """Return the fraction of the time since the last call that the processes were idle."""
         return ready(self._idle_share([self._session.trace.take_seconds(name) for name in self._actors]))
 
     def _idle_share(self, busy: Sequence[float]) -> float:
@@ -96,7 +96,7 @@ class WorkerGroup:
         return 1 - sum(busy) / (len(busy) * elapsed)
 
     def phase(self, method: RemoteMethod) -> str:
-        """Return a description of the phase in which the driver waits for this method, for error messages."""
+        """Describe what the driver does while it waits for this method, for error messages."""
         return method.phase or f"{self.role} {method.name.replace('_', ' ')}"
 
     def read(self, method: RemoteMethod, calls: Mapping[str, ray.ObjectRef]) -> Pending[list[Any]]:

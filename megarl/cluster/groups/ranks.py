@@ -69,8 +69,8 @@ class RankActor(ProcessActor):
         return self._batches.fetch(argument, with_files=self._worker.has_tower)
 
     def prepare(self) -> None:
-        """Prepare this process to replace a rank: import the worker's class and its dependencies. Raise RunFailure if
-        the imports use device memory, which the current rank needs."""
+        """Prepare this spare process: import the worker's class and its dependencies. Raise RunFailure if the imports
+        use device memory, because the current rank needs it."""
         with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
             thread.submit(self._import).result()
         if device.has_context():
@@ -143,14 +143,13 @@ def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, 
 
 
 def _lower_priority() -> None:
-    """Give this thread the lowest priority. Other threads keep theirs, because an unprivileged process could not raise
-    their priority again."""
+    """Give only this thread the lowest priority, because an unprivileged process could not raise it again."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _kill(ids: Sequence[ProcessId]) -> None:
-    """Kill processes on the node on which this task runs."""
+    """Kill processes on this task's node."""
     kill(ids)
 
 
@@ -180,7 +179,7 @@ class RankGroup(WorkerGroup):
         self._data_parallel_ranks: list[int] = []
         self.holders: list[Holder] = []
         self.store_address = ("", 0)
-        """Host and port of the ranks' TCPStore, which rank 0 serves."""
+        """Host and port of the ranks' TCPStore on rank 0."""
 
     @remote(timeout="start")
     def _open_store(self) -> tuple[str, int]: ...
@@ -199,7 +198,7 @@ class RankGroup(WorkerGroup):
         return [process.node.number for process in self._processes]
 
     def launch(self) -> None:
-        """Start the ranks, in spare processes where these are ready."""
+        """Start the ranks, using spare processes that are ready."""
         self.num_launches += 1
         spares = self._spares.take()
         for process in self._processes:
@@ -215,14 +214,14 @@ class RankGroup(WorkerGroup):
         return actor_class.remote(*self._arguments, process, self._session.logs)
 
     def _create_spare(self, process: Process) -> ActorHandle:
-        """Start a spare process for a rank, on the rank's node. It has a name of its own until it becomes the rank."""
+        """Start a spare process for a rank, on the rank's node. It has its own name until it becomes the rank."""
         actor_class = self._session.on_node(self.actor_class, process)
         spare = replace(process, role=f"spare-{process.role}")
         return actor_class.remote(*self._arguments, spare, self._session.logs)
 
     def kill(self) -> None:
-        """Kill the ranks' processes, including suspended ones, which Ray cannot end, and wait until they are gone.
-        Processes on lost and dismissed nodes are not awaited."""
+        """Kill the ranks' processes, including suspended ones that Ray cannot end, and wait until they are gone. Do not
+        wait for processes on lost and dismissed nodes."""
         for actor in self._actors.values():
             ray.kill(actor)
         calls, lost = {}, self._session.members.lost()
@@ -252,5 +251,5 @@ class RankGroup(WorkerGroup):
         self.packing, self.kernels = started[0].packing, started[0].kernels
 
     def _by_rank(self, batches: Sequence[RankBatch]) -> list[tuple[RankBatch]]:
-        """Return each rank's arguments for a remote method that takes the batch of its data-parallel rank."""
+        """Return each rank's arguments for a remote method: the batch of its data-parallel rank."""
         return [(batches[rank],) for rank in self._data_parallel_ranks]

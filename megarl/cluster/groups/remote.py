@@ -26,7 +26,7 @@ class RemoteMethod:
 
     Attributes:
         timeout: the key in cluster.timeouts that bounds the wait.
-        phase: description in error messages of what the driver waits for; None: the group's role and the method's name.
+        phase: what the driver waits for, as shown in error messages; None uses the group's role and the method's name.
     """
 
     name: str
@@ -43,7 +43,7 @@ def remote(
     timeout: TimeoutKind, phase: str | None = None, *, join: Callable[[list[T]], R]
 ) -> Callable[[Callable[[Any, Unpack[Ts]], T]], Declaration[T, R, *Ts]]: ...
 def remote(timeout: TimeoutKind, phase: str | None = None, *, join: Callable[[list], Any] = list) -> Any:
-    """Declare a method of a WorkerGroup that runs in the group's processes.
+    """Declare a WorkerGroup method that runs in the group's processes.
 
     The decorated function has no body. Its name, without leading underscores, names a method of the process's actor or,
     if the actor has no such method, of the actor's worker. Its signature gives the types. The driver cannot import most

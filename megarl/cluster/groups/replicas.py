@@ -1,5 +1,5 @@
-"""Engine replicas: Ray actors to which a router assigns work. The run survives the loss of a replica if another one can
-take over its work."""
+"""Engine replicas: Ray actors that receive work from a router. The run survives the loss of a replica if another one
+can take over its work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ReplicaActor(ProcessActor):
-    """One replica. Its worker is an engine, whose attribute `has_lost_a_rank` is true once one of its ranks has died.
+    """One replica. Its worker is an engine with an attribute `has_lost_a_rank`, true once one of its ranks has died.
 
     `other_nodes` is for replicas that span several nodes; see VllmActor."""
 
@@ -79,8 +79,8 @@ class ReplicaGroup(WorkerGroup):
     """A class derived from ReplicaActor, as a Ray actor."""
     role: str
     awaits_restarts: ClassVar[bool]
-    """Whether work waits for a restarting engine if no other engine is left. Set it only for engines that start with
-    their weights."""
+    """Whether work waits for a restarting engine if no other engine is left. True only for engines that load weights at
+    startup."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @ray.remote(**ASYNC_OPTIONS)
 class RewardActor(AsyncProcessActor):
-    """The process that scores samples with a RewardWorker. New samples may arrive while earlier ones are scored."""
+    """The process that scores samples with a RewardWorker. It accepts new samples while it scores earlier ones."""
 
     async def start(self, config: Config, models: ModelFolders) -> None:
         self._worker = RewardWorker(config, models, self._process.threads)
@@ -68,10 +68,10 @@ class RewardActor(AsyncProcessActor):
 
 
 WaitingGroup = tuple[int, int, list[SampleRef]]
-"""(prompt's row in the data, weight version at the start of its samples, samples)."""
+"""(prompt's row in the data, weight version when sampling started, samples)."""
 
 MAX_ENDED = 2**18
-"""Number of rollout ids to remember in order to recognize late samples."""
+"""Number of rollout ids to remember for recognizing late samples."""
 
 
 class RewardWorker:
@@ -335,7 +335,7 @@ def _images_of(samples: Sequence[SampleRef]) -> SampleImages:
 def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:
     if sample.images:
         return Unreadable(
-            "the sample has images, which the reward model does not see. Fix: set reward_model.path=null and score "
+            "the sample has images, but the reward model sees only text. Fix: set reward_model.path=null and score "
             "responses with rewards.functions, such as generative_judge, or use an environment without images"
         )
     try:
@@ -345,7 +345,7 @@ def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:
 
 
 class RewardGroup(WorkerGroup):
-    """The process that scores samples, and the reward model (if any) that scores them first."""
+    """The process that scores samples, and the reward model, if any. The reward model scores them first."""
 
     title = "RewardActor"
 
@@ -406,12 +406,12 @@ class RewardGroup(WorkerGroup):
 
     @property
     def listener(self) -> ActorHandle:
-        """The actor that starts to score samples as soon as it receives them."""
+        """The actor that starts scoring samples as soon as it receives them."""
         [actor] = self._actors.values()
         return actor
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Cancel the scoring of samples from these rollouts, whose scores are no longer needed."""
+        """Cancel the scoring of samples from these rollouts, because their scores are no longer needed."""
         self.listener.forget.remote(set(rollout_ids))
 
     def start(self) -> Pending[list[None]]:
@@ -437,7 +437,8 @@ class RewardGroup(WorkerGroup):
         return self._evaluate.on_first(refs, name, version, file.resolve(), images)
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
-        """Write the groups that wait for a later step into a new folder in a checkpoint. Return the file's record."""
+        """Write groups that wait for a later step to a file in a new folder of a checkpoint. Return the file's
+        record."""
         return self._save_groups.on_first(groups, file.resolve()).result()
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
@@ -445,7 +446,8 @@ class RewardGroup(WorkerGroup):
         return self._load_groups.on_first(file.resolve()).result()
 
     def begin_finished(self, folder: Path, version: int) -> None:
-        """Write groups that finish from now on into this folder, if no token is from weights newer than `version`."""
+        """From now on, write finished groups to this folder, unless a token was sampled with weights newer than
+        `version`."""
         self._begin_finished.on_first(folder.resolve(), version).result()
 
     def load_finished(self, files: Sequence[GroupFile]) -> list[list[SampleRef]]:
@@ -464,7 +466,7 @@ class RewardGroup(WorkerGroup):
     def _model_scores(
         self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[SampleRef]
     ) -> Pending[Scores]:
-        """Submit the samples that the reward model can read for scoring."""
+        """Start scoring the samples that the reward model can read."""
         if self._reads_ids:
             return model.scores(samples)
         readable = self._read.on_first([ref.sample for ref in samples])

@@ -80,6 +80,6 @@ class ScoringEngineGroup(ReplicaGroup):
 
             return self._submit(method, calls).then(by_engine)
 
-        # Nothing aborts scoring, which never outlives its step.
+        # Scoring is never aborted, because it ends before its step does.
         scored = self._route(phase, list(groups.values()), names, run, lambda *_: None)
         return scored.then(lambda results: dict(score for scores in results for score in completed(scores)))

@@ -1,4 +1,4 @@
-"""Spare processes, which have already started Python and imported Megatron when they become a model's ranks."""
+"""Spare processes that start Python and import Megatron in advance, ready to become a model's ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMOTE_S = 5.0
 """Timeout in seconds for a spare to become a rank. It takes milliseconds, unless the process is suspended."""
 
 MAX_FAILURES = 3
-"""Number of failed spare processes after which a rank gets no new one."""
+"""A rank gets no new spare process after this many have failed."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class SpareProcesses:
         self._num_failed: Counter[str] = Counter()
 
     def refill(self) -> None:
-        """Start the missing spares, without waiting for them."""
+        """Start missing spares without waiting for them."""
         self._update()
         for name, process in self._processes.items():
             if name not in self._spares and self._num_failed[name] < MAX_FAILURES:
@@ -61,8 +61,8 @@ class SpareProcesses:
             ray.kill(self._spares.pop(name).actor)
 
     def take(self) -> Mapping[str, ActorHandle]:
-        """Promote the spares that are ready to ranks, and return their actors by rank name. Kill the others, because a
-        spare that is still importing at low priority may take longer than a new process."""
+        """Turn the ready spares into ranks, and return their actors by rank name. Kill the others, because a spare that
+        is still importing at low priority may take longer than a new process."""
         self._update()
         spares, self._spares = self._spares, {}
         calls = {

@@ -54,8 +54,8 @@ class ScoredPrompts:
     vocab_size: int | None = None
 
     def among(self, data: PromptSet, config: Config) -> ScoredPrompts:
-        """Return the same teacher's prompts in this data: rows from its sources. With a prompt column, omit rows
-        without a value in it."""
+        """Return this teacher's prompts in the data: the rows from its sources. With a prompt column, omit rows without
+        a value in it."""
         teacher = self.teacher
         source_column, names, prompts = config.data.source_column, None, data.prompts
         if teacher.sources is not None and source_column is not None:
@@ -77,7 +77,7 @@ class ScoredPrompts:
         self, samples: Sequence[SampleRef], feedback: Mapping[str, Scores] = MappingProxyType({})
     ) -> tuple[list[SampleRef], dict[str, Replacement]]:
         """Return the samples that the teacher scores, and the token ids that replace their prompts, by sample id; empty
-        if the teacher sees the samples' own prompts. Omit samples with a token for which the teacher has no embedding,
+        if the teacher sees the samples' own prompts. Omit samples with a token that is not in the teacher's embedding,
         and samples that would exceed rollout.context_length with the privileged prompt. If the teacher sees feedback,
         also omit samples without feedback. If it has a prompt column, omit samples that do not start with the row's
         prompt, and raise a UserError if the first sample of a rollout does not start with it. `feedback`: references to
@@ -200,7 +200,7 @@ class TeacherEngineGroup(ScoringEngineGroup):
 
 
 def _config_of(config: Config, teacher: Teacher) -> Config:
-    """Return the config for the teacher's processes, which read its layout from section `teachers`."""
+    """Return the config for the teacher's processes, with the teacher's layout as `teachers.layout`."""
     return config.model_copy(update={"teachers": config.teachers.for_ranks_of(teacher)})
 
 
@@ -209,7 +209,7 @@ PlacedTeacher = TeacherGroup | TeacherEngineGroup
 
 
 class SelfTeacher:
-    """A teacher that is the policy or the reference with privileged prompts. It runs on the actor's ranks."""
+    """The policy or the reference as a teacher with privileged prompts. It runs on the actor's ranks."""
 
     def __init__(self, teacher: Teacher, actor: TrainerGroup):
         self.scores, self._actor = teacher.scores, actor

@@ -118,7 +118,7 @@ def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tupl
 
 
 def _first_result(parts: Sequence[list[T]]) -> list[T]:
-    """Return the first nonempty result. Only one rank per replica returns a result, and these are equal."""
+    """Return the first nonempty result. One rank per replica returns a result, and all of these are equal."""
     return next(part for part in parts if part)
 
 
@@ -181,7 +181,7 @@ class TrainerGroup(CopyingGroup):
 
     @remote(timeout="update", join=join_by_sample)
     def take_advantages(self) -> dict[str, float]:
-        """Collect each trained sample's mean advantage over its trained tokens from the ranks, keyed by sample id."""
+        """Collect the mean advantage over the trained tokens of each trained sample from the ranks, by sample id."""
         ...
 
     @remote(timeout="update", join=join_by_sample)
@@ -211,8 +211,8 @@ class TrainerGroup(CopyingGroup):
 
     @remote(timeout="refit", join=merge)
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
-        """Move these parts to host memory until `onload`, except parts that the key `offload` does not name. The result
-        is the number of bytes freed on all ranks, as metrics."""
+        """Move these parts to host memory until `onload`, skipping parts that the config key `offload` does not list.
+        The result is the number of bytes freed on all ranks, as metrics."""
         ...
 
     @remote(timeout="refit")
@@ -289,7 +289,7 @@ class TrainerGroup(CopyingGroup):
         return {holder.name: part for holder, part in zip(self.holders, parts, strict=True)}
 
     def connect(self, plan: CompactPlan, rendezvous: Rendezvous) -> Pending[list[None]]:
-        """Set the plan for `send`, which sends each rank's part."""
+        """Set the plan whose parts the ranks send in `send`."""
         return self._connect(share(plan), rendezvous)
 
     def checksums(self, wanted: Sequence[Region], plan: CompactPlan) -> Pending[dict[Region, Checksum]]:
@@ -367,7 +367,7 @@ class TrainerGroup(CopyingGroup):
 
     def written_files(self, checkpoint: Path) -> list[FileRecord] | None:
         """Return the records of all ranks' files, or None while some are still being written. This reads the folder,
-        because a rank would answer only after its current call, which may take minutes."""
+        because a rank may take minutes to finish its current call before it answers."""
         return noted_files(checkpoint, self._worker_role, len(self._processes))
 
 

@@ -34,7 +34,7 @@ Q = TypeVar("Q")
 T = TypeVar("T")
 
 CHECK_S = 0.5
-"""Interval in seconds at which an engine's other parts check that its first part is alive."""
+"""Interval in seconds between checks by an engine's other parts that its first part is alive."""
 
 
 class VllmActor(ReplicaActor):
@@ -57,7 +57,8 @@ class VllmActor(ReplicaActor):
         _prepare(process, self._is_batch_invariant)
         self._other_nodes = other_nodes
         self._others: dict[str, tuple[object, ray.ObjectRef]] = {}
-        """Actor handles, which keep the engine's other parts alive, each with a call that runs until the part exits."""
+        """The engine's other parts: actor handles, which keep the parts alive, and calls that run until the parts
+        exit."""
 
     @staticmethod
     def is_batch_invariant(config: Config) -> bool:
@@ -65,7 +66,7 @@ class VllmActor(ReplicaActor):
         return False
 
     def start(self) -> None:
-        """Start the engine, which is the actor's worker. Raise UserError if vLLM rejects the engine's arguments."""
+        """Start the engine as the actor's worker. Raise UserError if vLLM rejects the engine's arguments."""
         with imports():
             arguments = self._arguments()
         arguments = arguments | self._start_others(arguments)
@@ -122,7 +123,7 @@ class VllmActor(ReplicaActor):
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class PartActor(ProcessActor):
-    """An engine's ranks on a node other than the engine's first node."""
+    """An engine's ranks on one of its nodes after the first."""
 
     def __init__(self, process: Process, logs: Path, batch_invariant: bool):
         super().__init__(process, logs)

@@ -1,4 +1,4 @@
-"""Shard sizes of the trained models, cached for layouts that share them, and the host memory that the ranks need."""
+"""Shard sizes of the trained models, cached across layouts, and the host memory that ranks need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelParameters:
 
     Attributes:
         count: number of the model's parameters.
-        tower_count: number of the vision tower's parameters, all of which every engine rank holds.
+        tower_count: number of the vision tower's parameters. Every engine rank holds all of them.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None, uses_muon: bool = False):
@@ -106,8 +106,8 @@ class Models:
         teachers: Mapping[str, Mapping[str, Any]] | None = None,
         muon: Collection[Role] = (),
     ) -> Models:
-        """Create the models from their config.json files, which include heads. `lora`: the actor's adapters. `muon`:
-        the roles that train with Muon."""
+        """Create the models from their config.json files, including heads. `lora`: the actor's adapters. `muon`: the
+        roles that train with Muon."""
         return cls(
             {r: ModelParameters(c, lora if r == "actor" else None, r in muon) for r, c in trained.items()},
             reward,
@@ -127,7 +127,7 @@ def min_host_bytes(config: Config, models: Models, policy: ModelParameters) -> d
     config.
 
     Args:
-        policy: the actor's model as the engines hold it, without heads that exist only in the trainer.
+        policy: the actor's model in the engines, without heads that only the trainer has.
     """
     num_bytes = item_bytes(config)
     parts: dict[str, int] = {}

@@ -42,8 +42,8 @@ class RankMemory:
     Attributes:
         weights: P · b for P parameters with b bytes each, including vocabulary padding. With A adapter parameters,
             (P + M) · b + A · 4, because a merged copy of the M adapted matrix elements is also kept.
-        gradients: P · 4, or A · 4 with adapters: the float32 buffer in which gradients are accumulated and reduced.
-        optimizer: P / d · 8, or P / d · 12 for 2-byte weights: Adam's two moments and the main weights, sharded
+        gradients: P · 4, or A · 4 with adapters: the float32 buffer for accumulating and reducing gradients. optimizer:
+        P / d · 8, or P / d · 12 for 2-byte weights: Adam's two moments and the main weights, sharded
             over d = dp · cp data-parallel ranks. Experts are sharded over the d = tp · cp · dp / (etp · ep) ranks that
             hold the same experts. Adapters are float32 and take A / d · 8. Each parameter that Muon updates has one
             moment and takes 4 bytes less.
@@ -73,9 +73,9 @@ class RankParameters:
         layers: the kind of each layer on the rank. A denoiser's image refiners count as layers, but its caption
             refiners do not, because the two together process each token once.
         is_last: whether the rank is on the last stage, which has the final norm or the output layer.
-        adapters: number of adapter parameters, which are then the only trained ones; None without adapters.
-        expert_adapters: number of adapter parameters for experts, without factors shared by all experts in a layer.
-        merged: number of matrix elements with adapters, of which a merged copy is kept for the engines.
+        adapters: number of adapter parameters, the only trained ones; None without adapters. expert_adapters: number of
+        adapter parameters for experts, without factors shared by all experts in a layer. merged: number of matrix
+        elements with adapters. The rank keeps a merged copy of them for the engines.
         constant: number of parameters that are never trained, such as SD3's position embedding.
         constant_experts: number of those in routed experts.
         muon: number of parameters that Muon updates.
@@ -233,7 +233,7 @@ def optimizer_shard_size(layout: Layout, held: RankParameters) -> int:
 
 
 def _shard_size(layout: Layout, count: int, experts: int) -> int:
-    """Return a data-parallel rank's share of `count` parameters, of which `experts` are in routed experts."""
+    """Return a data-parallel rank's share of `count` parameters, including `experts` parameters in routed experts."""
     dense = (count - experts) // (layout.dp * layout.cp)
     return dense + experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
 
@@ -402,7 +402,7 @@ def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatch
 
 
 def _layers(names: Iterable[str]) -> list[LayerKind]:
-    """Return the kind of each layer to which the named parameters belong."""
+    """Return the kind of each layer that contains any of the named parameters."""
     layers: dict[str, LayerKind] = {}
     for name in names:
         before, _, after = name.partition(".layers.")
@@ -441,9 +441,9 @@ def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
 
 
 def _mtp(shape, layout, rank_tokens, rank_rows, num_bytes, recompute) -> int:
-    """Return the bytes that the training of the MTP layer needs on the last stage: the layer's activations, the inputs
-    and outputs of its norms and of its projection, 7h · b + 3 · 4, the rows that it scores and, with pipeline
-    parallelism, a copy of the embedding."""
+    """Return the bytes that training the MTP layer needs on the last stage: the layer's activations, the inputs and
+    outputs of its norms and of its projection, 7h · b + 3 · 4, the rows that it scores and, with pipeline parallelism,
+    a copy of the embedding."""
     sequence = layout.tp if layout.sequence_parallel else 1
     kept = (7 * shape.hidden * num_bytes + 3 * FLOAT32) / sequence
     kept += layer_bytes(shape, layout, num_bytes, recompute, *shape.kind(shape.num_layers))

@@ -60,7 +60,7 @@ MULTICAST = 16 * 2 * 8 * 128 * 1024
 NCCL_NVLS_CHUNKSIZE (nvls.cc: ncclNvlsBufferSetup)."""
 
 CAPTURED = 512
-"""Largest batch size for which vLLM captures CUDA graphs by default on GPUs before Blackwell (config/vllm.py)."""
+"""Largest batch size of the CUDA graphs that vLLM captures by default on GPUs before Blackwell (config/vllm.py)."""
 
 GRAPH_SETS = 2
 """Number of CUDA graph sets: full graphs for decoding steps, and graphs split at attention for steps with prompts."""
@@ -70,7 +70,7 @@ DECODER_CHANNELS = 768
 upsampled output of its last block with 256 channels. An estimate."""
 
 LAYER_GRAPH = 0.38 * MIB
-"""Bytes per layer in a captured graph: vLLM logged 0.21 GiB for 35 graphs of Llama-3.2-1B, which has 16 layers
+"""Bytes per layer in a captured graph: vLLM logged 0.21 GiB for 35 graphs of Llama-3.2-1B (16 layers)
 (vllm-project/vllm, pull request 11349). An estimate, because the size also depends on kernels and driver; totals are
 within vLLM's documented range of 1 to 3 GiB."""
 
@@ -210,7 +210,7 @@ def _num_readers(config: Config, gpus_per_node: int) -> int:
 
 def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:
     """Return an engine rank's memory, by item, that stays on the GPU while the engine sleeps. vLLM's sleep mode
-    releases weights and KV cache, which are in vLLM's own allocator. It releases CUDA graphs only with
+    releases the weights and KV cache in its own allocator. It releases CUDA graphs only with
     sleep_mode_offload_cudagraph."""
     rollout = config.rollout
     if config.samples_images:
@@ -225,7 +225,7 @@ def frozen_bytes(config: Config, shape: DenoiserShape) -> int:
 
 def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float:
     """Return the size in bytes of the communicators that an actor rank uses to send weights, or an engine rank to
-    receive and forward them. A shard that several ranks on a node need is sent to one of them, which forwards it.
+    receive and forward them. A shard that several ranks on a node need is sent to one of them and forwarded by it.
     `megarl reshard` counts the communicators in a plan."""
     engines, nodes = config.rollout.replicas * config.rollout.tp, -(-num_devices(config) // gpus_per_node)
     if nodes == 1:
@@ -293,7 +293,8 @@ def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
 
 def awake_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
     """Return the additional memory of an awake engine rank, in bytes: vLLM's expert workspace (worker/workspace.py), or
-    an image engine's frozen models, which move to the GPU after a refit if the engine sleeps between steps."""
+    an image engine's frozen models. These are not counted if they are offloaded, or if the engine sleeps between steps
+    and moves them to the GPU only after a refit."""
     rollout = config.rollout
     if isinstance(shape, DenoiserShape):
         return {} if rollout.sleep or rollout.denoising.offload else {FROZEN: frozen_bytes(config, shape)}

@@ -21,7 +21,7 @@ from megarl.resharding.families import huggingface_holder
 @dataclass(frozen=True, slots=True)
 class Load:
     """A GPU's memory load in one phase of a step. `parts` maps each item's description to its bytes. `remedy` is the
-    fix to suggest if the load exceeds the memory."""
+    suggested fix if the load exceeds the memory."""
 
     phase: str
     parts: Mapping[str, float]
@@ -48,8 +48,8 @@ def fullest_phase(
     draft: Mapping[str, Any] | None = None,
     teachers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Load:
-    """Return the phase with the largest load among those with an awake engine. See rank_memory for training, during
-    which the engine sleeps.
+    """Return the largest load of all phases in which the engine is awake. It sleeps during training; see rank_memory
+    for that phase.
 
     Args:
         hf_config: the actor's config.json in the form that the engines load.
@@ -170,8 +170,8 @@ def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> di
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
-    """Return the bytes of each state whose size is certain, by its name in `offload`, or an empty dict if the GPU has
-    no rank of the model."""
+    """Return the bytes of each state of known size, by its name in `offload`, or an empty dict if the GPU has no rank
+    of the model."""
     span = device_spans(config)[NAMES[settings.section]]
     if gpu not in span:
         return {}
@@ -214,7 +214,8 @@ def teacher_parts(config: Config, teachers: Mapping[str, Mapping[str, Any]], gpu
 def scoring_engine_parts(
     config: Config, name: str, settings: RewardModel | Teachers, hf_config: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the bytes of an engine's weights and KV cache, which stay on its GPUs. `name`: the model's name."""
+    """Return the bytes of an engine's weights and KV cache, which it always keeps on its GPUs. `name`: the model's
+    name."""
     weights = huggingface_holder(hf_config, config.model.dtype).shard.num_bytes / settings.layout.tp
     return {f"{name}: weights": weights, f"{name}: KV cache": settings.kv_cache_gib * GIB}
 

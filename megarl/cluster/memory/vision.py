@@ -72,6 +72,6 @@ def _layer_bytes(vision: VisionShape, num_bytes: int) -> int:
 
 
 def _end_bytes(vision: VisionShape, features: float, num_bytes: int) -> float:
-    """Return the bytes of the patches and of the mergers, which compute features from merged patches."""
+    """Return the activation bytes of the patches and of the mergers that turn merged patches into features."""
     mergers = features * (1 + len(vision.deepstack)) * (3 * vision.merged + vision.out_hidden)
     return (mergers + features * vision.merge**2 * vision.patch_dim) * num_bytes

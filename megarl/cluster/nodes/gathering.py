@@ -18,9 +18,9 @@ CONNECT_S = 2.0
 
 
 def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
-    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name. Nodes that
-    join as spare nodes do not count. Raise UserError if a node cannot join, and RunFailure if one has failed or nodes
-    are missing after timeout_s."""
+    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name. Spare nodes do
+    not count. Raise UserError if a node cannot join, and RunFailure if one has failed or nodes are missing after
+    timeout_s."""
     deadline, announced = time.monotonic() + timeout_s, set[str]()
     while True:
         reports = [report for report in rendezvous.reports() if not report.is_spare]

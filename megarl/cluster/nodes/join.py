@@ -1,5 +1,4 @@
-"""`megarl join`, which runs on every node except the first: it starts Ray for the driver and exits when the run
-ends."""
+"""`megarl join`, for every node except the first: start Ray for the driver, and exit when the run ends."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ MARGIN_S = 15.0
 """Seconds that the driver may need to end the run after its grace period."""
 
 CONNECT_S, LOST_S = 2.0, 30.0
-"""Timeout in seconds for connecting to the first node, and seconds without a connection after which that node counts as
-lost."""
+"""Timeout in seconds for connecting to the first node, and maximum time in seconds without a connection to it before it
+counts as lost."""
 
 
 def main(folder: Path, scratch: Path, timeout_s: float, is_spare: bool) -> int:
@@ -46,7 +45,7 @@ def main(folder: Path, scratch: Path, timeout_s: float, is_spare: bool) -> int:
 
 
 def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: bool) -> None:
-    """Take part in a run until its driver ends it or lets this node leave.
+    """Serve a run from this node until the driver ends the run or releases the node.
 
     A signal to this node does not end the process at once, because the driver may save a checkpoint first, or replace
     this node. The process exits when the driver has ended the run or released the node, or shortly after
@@ -75,8 +74,8 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float, is_spare: 
 
 
 def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path, is_spare: bool) -> bool:
-    """Take part in one attempt of the run, until the driver withdraws the invitation, starts a new attempt, or releases
-    this node. Return whether it has released the node."""
+    """Serve one attempt of the run, until the driver withdraws the invitation, starts a new attempt, or releases this
+    node. Return whether it has released the node."""
     report = replace(_report(invitation), is_spare=is_spare, id=secrets.token_hex(8))
     rendezvous.report(report)
     if report.problem is not None:
@@ -110,9 +109,10 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
         return False
     if not first_node.answers():
         raise RunFailure(
-            f"lost the connection to the first node, {invitation.host}. Fix: see the driver's output on that node"
+            f"lost the connection to the first node, {invitation.host}. Fix: resolve the error in the "
+            "driver's output on that node"
         )
-    problem = f"node {report.name}: Ray exited with status {ray.poll()}. Fix: see {log}"
+    problem = f"node {report.name}: Ray exited with status {ray.poll()}. Fix: resolve the error in {log}"
     rendezvous.report(replace(report, problem=problem, is_failure=True))
     raise RunFailure(problem)
 

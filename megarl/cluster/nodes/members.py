@@ -22,14 +22,14 @@ class Members:
     one takes over its number."""
 
     def __init__(self, first: str, others: Sequence[Report] = (), rendezvous: NodeRendezvous | None = None):
-        """first: Ray's id for the driver's node, which has the number 0. others: reports of the other nodes."""
+        """first: Ray's id for the driver's node (number 0). others: reports of the other nodes."""
         self._others, self._rendezvous = list(others), rendezvous
         addresses = alive_nodes() if others else {}
         self._ray_ids = [first, *(addresses[report.address] for report in others)]
         """Ray's id for each node, by node number."""
         self._announced = set[str]()
         self._dismissed = set[str]()
-        """Ray's ids of live nodes that leave the run."""
+        """Ray's ids of live nodes that are leaving the run."""
 
     def __len__(self) -> int:
         return len(self._ray_ids)
@@ -46,7 +46,7 @@ class Members:
         return {number: requests[name] for number in range(len(self)) if (name := self.name(number)) in requests}
 
     def dismiss(self, number: int) -> None:
-        """Treat a live node as lost. Once a spare node has replaced it, it leaves the run."""
+        """Treat a live node as lost. The node leaves the run once a spare node has replaced it."""
         self._dismissed.add(self._ray_ids[number])
 
     def lost(self, patience_s: float = 0.0) -> list[int]:
@@ -65,7 +65,7 @@ class Members:
 
     def spare_nodes(self) -> list[Report]:
         """Return the reports of the spare nodes, in the order of their names. Print a line for each new one. Spare
-        nodes that should be replaced leave the run."""
+        nodes with a request to replace them leave the run."""
         if self._rendezvous is None:
             return []
         used, requests = {*self._ray_ids, *self._dismissed}, self._rendezvous.leave_requests()

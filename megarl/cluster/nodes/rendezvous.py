@@ -53,12 +53,12 @@ class Invitation:
         id: distinguishes the invitation from stale ones of earlier attempts.
         host: the first node's address.
         port: port of Ray's GCS on the first node.
-        token: Ray's authentication token; because of it, only the run's user may read the file.
+        token: Ray's authentication token, the reason why only the run's user may read the file.
         versions: package versions on the first node.
         gpus: number of GPUs that the run uses on each node.
         object_store: size of Ray's object store on each node, in bytes.
         logs: folder for the log files of the run's processes.
-        grace_s: seconds that the run may take to end by itself after a signal.
+        grace_s: seconds that the run may take to end after a signal.
     """
 
     id: str
@@ -85,7 +85,7 @@ class Report:
     Attributes:
         invitation: id of the invitation that the report answers.
         peak_gb: peak memory of the node's processes so far, in 10⁹ bytes: (RSS, PSS). See MemorySampler.
-        problem: the reason why the node does not take part; None if it does.
+        problem: the reason why the node cannot join; None if it can.
         is_failure: whether the problem is a run failure rather than a user error.
         is_spare: whether the node only replaces lost nodes.
         id: distinguishes the node from earlier ones with the same address.
@@ -151,7 +151,7 @@ class NodeRendezvous:
         return (_read(self._folder / LOST) or {"names": []})["names"]
 
     def request_leave(self, name: str, reason: str) -> None:
-        """Request that a spare node replaces the node with this name."""
+        """Request that a spare node replace the node with this name."""
         replace_text(self._folder / f"{LEAVE}{name}", reason)
 
     def leave_requests(self) -> dict[str, str]:
@@ -182,7 +182,7 @@ class NodeRendezvous:
         _write(self._folder / STACKS, {"number": request["number"] + 1, "files": [str(file) for file in files]})
 
     def requested_stacks(self) -> tuple[int, list[Path]]:
-        """Return the last request for stack traces: its number (0 if there is none) and its log files."""
+        """Return the number (0 if there is none) and the log files of the last request for stack traces."""
         request = _read(self._folder / STACKS) or {"number": 0, "files": []}
         return request["number"], [Path(file) for file in request["files"]]
 

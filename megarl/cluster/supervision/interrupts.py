@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from itertools import count
 
 REPEAT_S = 1.0
-"""Seconds after the first signal in which a second one counts as the same signal. A signal to all processes in a run
-reaches the driver twice: directly and through its parent."""
+"""A second signal within this many seconds after the first counts as the same signal. A signal to all processes in a
+run reaches the driver twice: directly and through its parent."""
 
 
 class Interrupts:
@@ -25,7 +25,7 @@ class Interrupts:
         self._signaled_at: float | None = None
         self._grace_s = 0.0
         self._is_awaited = False
-        """Whether the body of `grace` continues after the first signal."""
+        """Whether the body of `grace` continues running after the first signal."""
         self._can_cut_short = False
         """Whether a later signal, or the end of the grace period, raises KeyboardInterrupt."""
 

@@ -19,8 +19,9 @@ class Untrusted(Exception):
 
 @contextmanager
 def own_folder(path: Path) -> Iterator[int]:
-    """Yield a descriptor of a folder that belongs to this user. All checks apply to the open folder, which another user
-    cannot replace. Raise Untrusted if another user owns it, and OSError if it is not a folder or cannot be opened."""
+    """Yield a descriptor of a folder that belongs to this user. All checks apply to the open folder, so that another
+    user cannot replace it. Raise Untrusted if another user owns it, and OSError if it is not a folder or cannot be
+    opened."""
     folder = os.open(path, FOLDER_FLAGS)
     try:
         if os.fstat(folder).st_uid != os.geteuid():

@@ -64,9 +64,9 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
-    """Terminate all descendants of this process and wait until they have exited. Send SIGTERM first, which lets
-    processes release shared memory, and SIGKILL after grace_s seconds. Python's resource trackers get tracker_s seconds
-    to clean up after killed processes and exit. Processes of other users are not awaited."""
+    """Terminate all descendants of this process and wait until they have exited. Send SIGTERM first, so that processes
+    can release shared memory, and SIGKILL after grace_s seconds. Python's resource trackers get tracker_s seconds to
+    clean up after killed processes and exit. Processes of other users are not awaited."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         # List the processes again for the second signal, because new ones may have started in between.
         others = [pid for pid in descendants() if not _tracks_resources(pid)]
@@ -110,7 +110,7 @@ def _started(pid: int) -> int | None:
 
 
 def _own_children() -> list[int]:
-    """Return the children of all threads in this process, from the kernel's lists, which include hidden processes."""
+    """Return the children of all threads in this process, including hidden ones, from the kernel's lists."""
     children = []
     for file in PROC.glob(f"{os.getpid()}/task/*/children"):
         with suppress(OSError):  # the thread has exited
@@ -159,8 +159,8 @@ def _signal(pid: int, number: int) -> bool:
 def request_stacks(files: Collection[Path], patience_s: float = 20.0, elsewhere: bool = False) -> list[Path]:
     """Make each descendant whose standard error is one of these files write its stack traces to that file. Processes
     that share a file write one after another, because the lines of simultaneous traces would interleave. Return the
-    files that have received traces after at most patience_s seconds. `elsewhere`: whether some files may belong to
-    processes on other nodes, which have received the same request."""
+    files that have received traces after at most patience_s seconds. `elsewhere`: whether processes on other nodes,
+    which have received the same request, may write some of the files."""
     sizes = {file: file.stat().st_size for file in files if elsewhere and file.exists()}
     expected, writers = Counter(dict.fromkeys(sizes, 1)), defaultdict[Path, list[int]](list)
     for pid in descendants():

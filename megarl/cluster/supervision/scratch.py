@@ -18,8 +18,8 @@ VARIABLE = "MEGARL_SCRATCH"
 """Environment variable that passes the node's scratch folder to the run's processes."""
 
 PLACE, PREFIX, LOCK = Path("/tmp"), "megarl-", "lock"
-"""Parent folder, name prefix and lock file of scratch folders. The folders are not in $TMPDIR, whose path may be too
-long: socket paths are limited to 107 bytes."""
+"""Parent folder, name prefix and lock file of scratch folders. The folders are not in $TMPDIR, because its path may be
+too long: socket paths are limited to 107 bytes."""
 
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
 """Names that `tempfile.mkdtemp` generates. Files with other names are not scratch folders."""
@@ -35,12 +35,12 @@ def own_scratch() -> Path:
 
 def ray_folder(scratch: Path) -> Path:
     """Return the path of Ray's folder in a scratch folder. Ray makes its folder world-writable, so it must not be the
-    scratch folder itself, which keeps other users out."""
+    scratch folder itself, because other users must not enter that."""
     return scratch / "ray"
 
 
 def memory_folder(scratch: Path) -> Path:
-    """Return the path of the run's private folder in this node's shared memory, which is removed with the scratch
+    """Return the path of the run's private folder in this node's shared memory. It is removed with the scratch
     folder."""
     return segments.SHARED_MEMORY / scratch.name
 

@@ -1,4 +1,4 @@
-"""Named shared memory and semaphores, which an engine's ranks use to communicate. They outlive killed processes.
+"""Named shared memory and semaphores for communication between an engine's ranks. They outlive killed processes.
 
 Libraries choose the names, so a run identifies its own segments by three conditions: a process in the run maps the
 segment, the segment did not exist before the run, and no other process uses it after the run. A segment that a process
@@ -40,7 +40,7 @@ class Segment(NamedTuple):
 
 
 def note_earlier(scratch: Path) -> None:
-    """Record in the scratch folder which segments exist before the run."""
+    """List the segments that exist before the run in a file in the scratch folder."""
     _write(scratch, EARLIER, _existing(file.name for file in SHARED_MEMORY.iterdir()))
 
 
@@ -52,7 +52,7 @@ def name_semaphores(scratch: Path) -> None:
 
 
 def note(scratch: Path) -> None:
-    """Record in the scratch folder which segments this process and its descendants map."""
+    """List the segments that this process and its descendants map in a file in the scratch folder."""
     _write(scratch, f"{NOTE}.{os.getpid()}", mapped())
 
 

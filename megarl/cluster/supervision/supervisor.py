@@ -28,8 +28,8 @@ DEADLINE_S = 15
 """Seconds from the end of an interrupt's grace period until the child is killed, because a call may hang."""
 
 POLL_S = 0.1
-"""Interval at which the parent checks whether the child has exited. Python handles a signal that arrives just before a
-blocking call only after the call, so the parent must not block until the child exits."""
+"""Interval in seconds between the parent's checks whether the child has exited. Python handles a signal that arrives
+just before a blocking call only after the call, so the parent must not block until the child exits."""
 
 INTERRUPTED = "interrupted; stopping the run"
 
@@ -43,9 +43,9 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     body and lead to exit status 130.
 
     The child and its descendants form their own process group in the same session. A signal from a terminal or Slurm to
-    the run's group therefore reaches only the parent, which forwards it to the child. If the signal reached Ray's
-    processes, it would kill them and lose the state that the run must save. The body may take `grace_s` seconds to end
-    after a signal. See `interrupts`.
+    the run's group therefore reaches only the parent, and the parent forwards it to the child. If the signal reached
+    Ray's processes, it would kill them and lose the state that the run must save. The body may take `grace_s` seconds
+    to end after a signal. See `interrupts`.
     """
     tolerate_lost_readers()
     bypass_proxies(*LOOPBACK)

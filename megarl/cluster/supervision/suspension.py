@@ -12,8 +12,8 @@ from contextlib import suppress
 import psutil
 
 SUSPENDED_S = 10.0
-"""Seconds after which a suspended process is resumed. Job control is not affected, because it also suspends the process
-that would resume the others. Ray's health checks take longer (see session.HEALTH_CHECKS)."""
+"""Time in seconds before a suspended process is resumed. Job control is not affected, because it also suspends the
+process that would resume the others. Ray's health checks take longer (see session.HEALTH_CHECKS)."""
 
 POLL_S = 2.0
 
@@ -27,7 +27,7 @@ class Resumer:
         self._since: dict[int, float] = {}
 
     def check(self) -> None:
-        """Resume the processes that were suspended at every call within the last SUSPENDED_S seconds."""
+        """Resume processes that every call in the last SUSPENDED_S seconds found suspended."""
         now = time.monotonic()
         self._since = {pid: self._since.get(pid, now) for pid in self._find() if _is_suspended(pid)}
         for pid in [pid for pid, since in self._since.items() if now - since >= SUSPENDED_S]:

@@ -1,4 +1,4 @@
-"""The watchdog, which stops the run when Ray's own processes die. The driver alone would notice late or never."""
+"""The watchdog stops the run when Ray's own processes die. Without it, the driver would notice late or never."""
 
 from __future__ import annotations
 

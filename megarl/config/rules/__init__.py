@@ -1,4 +1,4 @@
-"""Rules across keys, one module for each group of sections, and `check`, which applies them all.
+"""Rules across keys, one module for each group of sections, and `check` to apply them all.
 
 A rule is a generator named after the condition that it checks. It yields one line per violating key, with its value,
 the arithmetic and the remedy. Each module lists its rules in RULES. `no_effect` is the table of keys that have an

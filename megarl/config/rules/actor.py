@@ -142,7 +142,7 @@ WITHOUT_ROUTES: dict[str, tuple[Any, str]] = {
     "decode_context_parallel_size": (1, "an engine with context parallelism does not return routes"),
     "kv_transfer_config": (None, "an engine does not return routes of a transferred KV cache"),
 }
-"""Arguments in rollout.vllm_overrides -> the only value for which vLLM returns routes, and the reason. vLLM checks the
+"""Arguments in rollout.vllm_overrides -> the only value that lets vLLM return routes, and the reason. vLLM checks the
 same conditions in VllmConfig._verify_aux_output_compatibility. megarl rejects pipeline-parallel engines in all runs."""
 
 

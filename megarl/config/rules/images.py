@@ -1,4 +1,4 @@
-"""Rules for the algorithms of image models, which also reject their options for language models."""
+"""Rules for the algorithms of image models. They also reject options of these algorithms for language models."""
 
 from __future__ import annotations
 

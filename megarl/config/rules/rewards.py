@@ -88,7 +88,7 @@ def reward_sources_require_source_column(config: Config) -> Iterator[str]:
     if entries and not config.is_offline and config.data.source_column is None:
         yield (
             f"rewards.functions: {entries[0].label} with sources={entries[0].sources}: the source of a row is unknown, "
-            "because data.source_column=null. Fix: set data.source_column"
+            "because data.source_column=null. Fix: set data.source_column to the column with each row's source"
         )
 
 

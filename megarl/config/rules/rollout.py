@@ -33,7 +33,8 @@ def context_holds_a_prompt_and_a_response(config: Config) -> Iterator[str]:
     if not config.is_offline and new >= context:
         yield (
             f"rollout.max_new_tokens={new}: {context} - {new} = {context - new} of rollout.context_length={context} "
-            "tokens are left for the prompt. Fix: lower rollout.max_new_tokens, or raise rollout.context_length"
+            f"tokens are left for the prompt. Fix: set rollout.max_new_tokens below {context}, or raise "
+            "rollout.context_length"
         )
 
 

@@ -13,8 +13,8 @@ NAMES = ("recipe.yaml", "reward.py", "prompts.jsonl")
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the files into `folder`, which is created if missing, and return their paths, the recipe's first. Raise a
-    UserError if a file already exists or the folder cannot be written; nothing is written then."""
+    """Write the files into `folder`, creating it if missing, and return their paths, the recipe's first. Raise a
+    UserError if a file already exists or the folder cannot be written. Existing files stay unchanged."""
     files = [folder / name for name in NAMES]
     if taken := [str(file) for file in files if os.path.lexists(file)]:
         raise UserError(f"{' and '.join(taken)} already exist{'s' * (len(taken) == 1)}. Fix: choose another folder")

@@ -64,5 +64,5 @@ def test_file_without_matching_spec_is_rejected(monkeypatch, tmp_path):
 
 def test_duplicate_names_are_rejected(monkeypatch, tmp_path):
     folders = [write(tmp_path / folder, "f", "f") for folder in ("one", "two")]
-    with pytest.raises(ImportError, match="more than one file has the name f"):
+    with pytest.raises(ImportError, match="several files define f"):
         found_names(monkeypatch, *folders)

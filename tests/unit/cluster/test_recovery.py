@@ -358,7 +358,7 @@ def test_full_memory_disables_replacement_temporarily(capsys: pytest.CaptureFixt
     assert [line for line in group.log if "restore" in line] == ["actor restore 7"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("recovery: no copy after step 5") and group.log.count("actor kill") == 1
-    assert lines[1] == "recovery: copied the state after step 7; lost ranks are replaced again"
+    assert lines[1] == "recovery: copied the state after step 7; lost ranks can be replaced again"
 
 
 @pytest.mark.parametrize("call", ["start", "restore 1"])

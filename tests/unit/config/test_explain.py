@@ -23,7 +23,7 @@ def test_explanation_contains_the_arithmetic() -> None:
         "update      16 prompts x 8 samples = 128 samples, 128 / dp 1 = 128 per data-parallel rank",
         "rate        constant, 1e-06 at the first of 14 updates, at most 1e-06, 1e-06 at the last",
         "microbatch  samples packed up to 1,024 tokens per rank, never split",
-        "tokens      at most 128 samples x 256 = 32,768 per step, of which 128 x 16 = 2,048 sampled",
+        "tokens      at most 128 samples x 256 = 32,768 per step, including 128 x 16 = 2,048 sampled",
         "trainer     tp 1 x pp 2 x cp 1 x dp 1 = world size 2",
         "rollout     replicas 1 x tp 1 = world size 1",
     ]

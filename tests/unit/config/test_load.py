@@ -13,6 +13,7 @@ from megarl.config.vllm_arguments import MANAGED, REFITTABLE
 from tests.paths import CONFIGS
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
+READABLE = "Fix: use the path of a recipe that exists and is readable"
 
 Write = Callable[[str], Path]
 
@@ -203,7 +204,7 @@ def test_base_files(tmp_path: Path) -> None:
     (line,) = errors(a)
     assert line.startswith(f"{tmp_path}/sub/../c.yaml: the base files form a cycle: {a} -> ")
     c.unlink()
-    assert errors(b) == [f"{c} (the base of {b}): cannot be read (No such file or directory). Fix: correct the path"]
+    assert errors(b) == [f"{c} (the base of {b}): cannot be read (No such file or directory). {READABLE}"]
     b.write_text("\nbase: [c.yaml]\n")
     assert errors(b) == [
         f"{b}:2: base=[c.yaml]: expected a file name, found a list. Fix: set it to base.yaml, or to "
@@ -222,7 +223,7 @@ def test_base_can_name_files_shipped_with_megarl(tmp_path: Path) -> None:
     assert errors(path)[0].startswith(f"{tmp_path}/base.yaml:1: run.steps=-1: "), "a neighboring file takes precedence"
     path.write_text("base: none.yaml\n")
     assert errors(path) == [
-        f"{tmp_path}/none.yaml (the base of {path}): cannot be read (No such file or directory). Fix: correct the path"
+        f"{tmp_path}/none.yaml (the base of {path}): cannot be read (No such file or directory). {READABLE}"
     ]
 
 
@@ -234,15 +235,15 @@ def test_dtypes_have_short_names(short: str, long: str) -> None:
 @pytest.mark.parametrize("value", ["fp8", "[bf16]", "16"])
 def test_invalid_dtype_is_reported_as_written(value: str) -> None:
     (line,) = errors(QUICKSTART, f"model.dtype={value}")
-    expected = "expected 'float32', 'bfloat16' or 'float16'. Fix: set model.dtype to an allowed value"
+    expected = "expected 'float32', 'bfloat16' or 'float16'. Fix: set model.dtype to one of these values"
     assert line == f"command line: model.dtype={value}: {expected}"
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
     assert errors(tmp_path / "none.yaml") == [
-        f"{tmp_path}/none.yaml: cannot be read (No such file or directory). Fix: correct the path"
+        f"{tmp_path}/none.yaml: cannot be read (No such file or directory). {READABLE}"
     ]
-    assert errors(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory). Fix: correct the path"]
+    assert errors(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory). {READABLE}"]
     path = tmp_path / "latin.yaml"
     path.write_bytes(b"run: {name: \xe9}")
     assert errors(path) == [f"{path}: byte 12 is not UTF-8. Fix: save the file as UTF-8 text"]
@@ -358,7 +359,7 @@ def test_similar_value_is_suggested(override: str, suggestion: str) -> None:
 @pytest.mark.parametrize("key", ["algorithm.advantage.estimator=xyz", "rollout.transport=zzz"])
 def test_unlike_value_has_no_suggestion(key: str) -> None:
     [line] = errors(QUICKSTART, key)
-    assert "did you mean" not in line and line.endswith("to an allowed value")
+    assert "did you mean" not in line and line.endswith("to one of these values")
 
 
 @pytest.mark.parametrize("key", OPTIONAL)

@@ -129,15 +129,15 @@ def test_relative_path_is_independent_of_the_workers_folder(code, monkeypatch, t
 @pytest.mark.parametrize(
     ("entry", "line"),
     [
-        ("mine.py:NOTHING", "defines no NOTHING of type ObjectiveSpec. Fix: set NOTHING to a PolicyObjective or"),
+        ("mine.py:NOTHING", "defines no NOTHING of type ObjectiveSpec. Fix: define NOTHING as a PolicyObjective or"),
         ("mine.py:BEST", "defines no BEST of type ObjectiveSpec"),
         (
             "mine.py:WRONG",
             "megarl calls squared(log_prob, old, advantage, scale) with 3 positional arguments and no keyword",
         ),
         ("mine.py:CLASH", "option aggregation has the name of another key in the section. Fix: rename the option"),
-        ("other.py:A", "other.py is not a Python file. Fix: correct"),
-        ("broken.py:A", "broken.py raised ZeroDivisionError: division by zero. Fix: correct the file"),
+        ("other.py:A", "other.py is not a Python file. Fix: use"),
+        ("broken.py:A", "broken.py raised ZeroDivisionError: division by zero. Fix: resolve this error in the file"),
     ],
 )
 def test_invalid_file_is_rejected_before_the_run(code, entry, line):

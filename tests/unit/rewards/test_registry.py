@@ -115,7 +115,7 @@ def test_any_callable_with_three_arguments_is_accepted(tmp_path):
     [
         ("exact_mach", r"'exact_mach'\. Fix: use exact_match$"),
         ("zzz", r"'zzz'\. Fix: use one of exact_match, numeric_match"),
-        ("{folder}/missing.py:f", r"missing\.py is not a Python file\. Fix: correct the path$"),
+        ("{folder}/missing.py:f", r"missing\.py is not a Python file\. Fix: use the path of an existing \.py file$"),
         ("{folder}/good.py", r"names a file but no function\. Fix: use .*good\.py:FUNCTION"),
         ("{folder}/good.py:g", r"good\.py has no function 'g'\. Fix: define it as g\(prompt, response, answer\)"),
         ("{folder}/good.py:constant", r"good\.py has no function 'constant'"),
