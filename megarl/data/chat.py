@@ -73,8 +73,8 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], plac
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_template: bool, place: str) -> list[int]:
     """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn. Raise a
-    UserError for a prompt without tokens, or if the template would close the prompt's last message as a complete
-    turn."""
+    UserError if the prompt renders as empty text, or if the template would close the prompt's last message as a
+    complete turn."""
     if chat_template:
         messages = as_messages(prompt, "user")
         if messages and messages[-1]["role"] == "assistant":
@@ -87,7 +87,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_templat
     else:
         ids = opening_ids(tokenizer, plain(prompt, place))
     if not ids:
-        raise UserError(f"{place}: the prompt has no tokens. Fix: add text or drop the row")
+        raise UserError(f"{place}: the prompt renders as empty text. Fix: add text, or drop the row")
     return ids
 
 

@@ -32,8 +32,8 @@ def collate_steps(items: Sequence[SampleRef], step_weights: Mapping[int, float])
     """Return a microbatch of these steps in host memory, as the engine sampled them.
 
     Args:
-        items: references to denoising steps, with the samples in place of their references; may be empty.
-        step_weights: factor of the loss by denoising step; see transition.step_weights.
+        items: denoising steps with their samples loaded; may be empty.
+        step_weights: loss weight of each denoising step; see transition.step_weights.
     """
     samples, indices, numbers = _steps(items)
     return _batch(

@@ -65,7 +65,7 @@ def images_in(content: Any) -> list[Mapping[str, Any]]:
 
 
 def texts_in(content: Any) -> list[str]:
-    """Return the texts in a content; [] if it is neither text nor a list of parts."""
+    """Return the texts in a message's content; [] if it is neither text nor a list of parts."""
     if isinstance(content, str):
         return [content]
     parts = content if isinstance(content, list | tuple) else ()

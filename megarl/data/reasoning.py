@@ -78,7 +78,7 @@ class Task:
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(
                 f"data.options={json.dumps(self.options)}: {self.name} rejects these options: {error}. Fix: change "
-                "data.options"
+                "the rejected option in data.options"
             ) from None
 
     def of(self, metadata: Mapping[str, Any]) -> Task:

@@ -212,7 +212,7 @@ class RolloutRunner:
             if self._num_failures == settings.max_consecutive_failures:
                 raise UserError(
                     f"{limit}: this many consecutive rollouts of environment.class={settings.name} failed. Fix: "
-                    "correct the environment, or raise environment.max_consecutive_failures. Last failure: "
+                    "remove the cause of the failures, or raise environment.max_consecutive_failures. Last failure: "
                     f"{outcome.failure}"
                 )
 
@@ -370,7 +370,7 @@ class _Rollout:
             self._start_sample(conversation, await self._tokenize(self._tokens.begin, conversation), messages)
             return
         if not context.ids:
-            raise HostFailure("the observation has no tokens. Fix: return text, or done=True")
+            raise HostFailure("the observation renders as empty text. Fix: return text, or done=True")
         self.parts[-1].transcript.add_context(context)
         self._add_messages(messages)
 

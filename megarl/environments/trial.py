@@ -37,7 +37,7 @@ WRONG = "This response is wrong."
 GRAY = 128
 """Pixel value of the uniform gray image in the trial."""
 
-REMEDY = "correct the reward function, which must return a finite number or a bool"
+REMEDY = "make the reward function return a finite number or a bool for any response"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Failure:
 def try_rewards(
     config: Config, pool: FunctionPool, prompts: Sequence[Prompt], images: ImageFiles | None = None
 ) -> dict[str, float]:
-    """Score the answer, an empty response and a wrong one for the first row to which each function applies. For an
+    """For the first row that each function applies to, score the answer, an empty response and a wrong one. For an
     image model, score a flat image and a noise image. Return the rewards of the first responses by function name.
     `images`: the prompts' image files; None if prompts have no images.
 

@@ -83,9 +83,9 @@ def _option_errors(request: Request) -> Iterator[str]:
         )
     for mount in request.mounts:
         if not Path(mount.split(":")[0]).exists():
-            yield f"--mount={mount}: {mount.split(':')[0]} does not exist. Fix: correct the source path"
+            yield f"--mount={mount}: {mount.split(':')[0]} does not exist. Fix: use an existing source path"
     if request.template is not None and not request.template.is_file():
-        yield f"--template={request.template}: the file does not exist. Fix: correct the path"
+        yield f"--template={request.template}: the file does not exist. Fix: use the path of an existing template"
 
 
 def _is_file(image: str) -> bool:

@@ -33,7 +33,7 @@ from megarl.run.folder import RunFolder
 from megarl.run.time_ledger import read_ledger
 
 REPORT_TIMEOUT_S = 300.0
-"""Timeout in seconds for the reports of all nodes to the first one. Nodes may have to pull images, and network file
+"""Seconds that the first node waits for the reports of all nodes. Nodes may have to pull images, and network file
 systems may cache the absence of a report for a while."""
 
 VERDICT_S = 60.0

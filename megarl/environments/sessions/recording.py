@@ -104,7 +104,7 @@ class Recording:
         self.num_turns = 0
         self._numbers = count()
         self._reserving = asyncio.Lock()
-        """Lock with which concurrent requests reserve turns in the order of their arrival."""
+        """Makes concurrent requests reserve turns in the order of their arrival."""
         self.num_context_tokens = self.num_cached_tokens = 0
         self.counts: Counter[str] = Counter()
         """Number of samples after the first, by origin: `forked` from the token ids of another sample, `rewritten` if

@@ -135,7 +135,7 @@ def test_prompt_may_fill_but_not_exceed_the_context(model_folder, tmp_path):
 
 
 def test_row_that_cannot_be_tokenized_is_named(model_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"train\.jsonl:2: the prompt has no tokens"):
+    with pytest.raises(ValueError, match=r"train\.jsonl:2: the prompt renders as empty text"):
         load_prompts(config_of(jsonl(tmp_path, "a", ""), chat_template=False), model_folder)
     messages = [{"role": "user", "content": "a"}]
     with pytest.raises(ValueError, match=r"train\.jsonl:1: a list of messages requires a chat template"):
