@@ -42,7 +42,7 @@ def velocity_loss(
         v: [N, channels, height, width], the policy's velocity under guidance.
         objective: ℓ of each row; see VelocityObjective. Its options are bound.
         kl_coefficient: β.
-        has_moved: as in `denoising_loss`, also for batch.old_v.
+        has_moved: whether the policy has been updated since the start of the step; if so, batch.old_v is required.
     """
     v = _trained_velocities(batch, v)
     old_v = v if batch.old_v is None and not has_moved else batch.old_v

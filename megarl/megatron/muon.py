@@ -111,7 +111,7 @@ def add_muon(
     """Wrap the step of one rank's optimizer so that it first updates the matrices with Muon. Collective over all ranks.
 
     Args:
-        optimizer: Megatron's distributed optimizer of the rank.
+        optimizer: the rank's distributed optimizer from Megatron.
         parameters: name -> trained parameter; Muon updates the layer matrices among them.
         holder: describes this rank's weights.
         momentum: μ.

@@ -45,7 +45,7 @@ class YarnConfig(TransformerConfig):
 
 
 def config_class(fields: Mapping[str, Any]) -> type[TransformerConfig]:
-    """Return the class of the config that has these architecture fields."""
+    """Return the TransformerConfig class that has these architecture fields."""
     if "kv_lora_rank" in fields:
         return MLATransformerConfig
     return YarnConfig if "yarn_rotary_scaling_factor" in fields else TransformerConfig

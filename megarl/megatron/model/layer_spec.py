@@ -57,11 +57,10 @@ class PackedDocuments(PackedSeqParams):
         documents: input to our attention, built once for all layers; None if Transformer Engine's attention is used.
         windowed: the same for layers with a sliding window; None if the model has none.
         positions: int64 [T] or, in time, height and width, [3, T], token positions for the rotary embedding, in the
-            order in which Megatron splits the pack over context-parallel ranks; None derives them from the document
-            boundaries.
+            order of Megatron's split over context-parallel ranks; None derives them from the document boundaries.
         boundaries: int32 [D + 1], document boundaries, used by recurrent layers and Transformer Engine's attention.
         longest: length of the longest document.
-        feature_places: int64 [f], indices among this rank's hidden states to which image features are added.
+        feature_places: int64 [f], indices of the hidden states on this rank that image features are added to.
     """
 
     documents: Documents | BlockMask | None = None
@@ -121,8 +120,8 @@ if importlib.util.find_spec("transformer_engine") is None:
 
 
 class ExpertOutput(RowParallelLinear):
-    """The second layer of an expert with biases. It clones the output, because Megatron adds the bias in place, which
-    autograd rejects for the view that a reduction over a single rank returns."""
+    """The second layer of an expert with biases. It clones the output: Megatron adds the bias in place, but autograd
+    rejects this for the view that a reduction over a single rank returns."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output, bias = super().forward(input_)
