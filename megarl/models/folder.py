@@ -66,7 +66,8 @@ def is_hub_id(path: str) -> bool:
 
 
 def loadable_path(path: str, folder: Path) -> str:
-    """Return a name of the model that other programs can load: a Hub id as it is, else the resolved folder."""
+    """Return a name of the model that other programs can load: the Hub id if the path is one, else the resolved
+    folder."""
     return path if is_hub_id(path) else str(folder)
 
 

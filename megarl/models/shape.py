@@ -51,7 +51,7 @@ class ModelShape:
         mtp_layers: number of multi-token prediction (MTP) layers, which follow the other layers.
         trains_mtp: whether these layers are trained.
         windows: the layers with a sliding window; None if all softmax attention is full.
-        has_sinks: whether each attention head has a learned logit that takes part in its softmax without a value.
+        has_sinks: whether each attention head has a learned logit that its softmax includes, without a value vector.
         vision: the sizes of the vision tower; None if the model is used without one.
     """
 
