@@ -38,8 +38,8 @@ MARK = "megarlmark"
 """Text of a test message that shows whether the template renders messages with a given role."""
 
 OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|return|>", "<|end|>")
-"""Tokens that may end a turn instead of the one that the template writes. Llama 3 ends tool calls with the first token.
-gpt-oss ends tool calls, answers and reasoning with the other three, respectively."""
+"""Tokens that may end a turn instead of the one that the template writes. Llama 3 ends tool calls with <|eom_id|>.
+gpt-oss ends tool calls with <|call|>, answers with <|return|> and reasoning with <|end|>."""
 
 USER: Message = {"role": "user", "content": "a"}
 

@@ -220,7 +220,7 @@ def _plan_rounds(parts: Sequence[tuple[Part, LocalPart]]) -> list[Round]:
 
 
 def _shapes(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
-    """Return each matrix's shape, derived from its parts, which cover it."""
+    """Return each matrix's shape. It is derived from the matrix's parts, which cover it completely."""
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor, rectangle in parts:
         stops = tuple(stop for _, stop in rectangle)

@@ -161,7 +161,8 @@ def _stacked_with_biases(files: Mapping[str, Path], stored: str) -> dict[str, Pl
         expected = Header("U8", (*shape[:3], MXFP4_BYTES)), Header("U8", shape[:3])
         if expected != (Header(dtype, shape), _stored_header(files[scales], scales)):
             raise UserError(
-                f"{path}: {stored} and {scales} do not have the dtype and shapes of MXFP4 blocks and scales. Fix: download it again"
+                f"{path}: {stored} and {scales} do not have the dtype and shapes of MXFP4 blocks and "
+                "scales. Fix: download it again"
             )
     experts, _, last = stored.rpartition(".")
     name = f"{last.removesuffix(BIAS)}.bias" if is_bias else f"{last.removesuffix(BLOCKS)}.weight"

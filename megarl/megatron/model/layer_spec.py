@@ -304,8 +304,8 @@ def layer_spec(shape: ModelShape, kind: LayerKind, fused: bool) -> ModuleSpec:
 
 
 def fused_names(shape: ModelShape, kind: LayerKind) -> dict[str, str]:
-    """Return parameter name in our layers -> name in Transformer Engine's layers. Checkpoints use the latter, so that
-    either implementation can load them."""
+    """Return parameter name in our layers -> name in Transformer Engine's layers. Checkpoints use Transformer Engine's
+    names, so that either implementation can load them."""
     parts = (part for part in parts_of_layer(shape, kind) if not part.per_expert)
     pairs = (zip(part.megatron, part.transformer_engine, strict=True) for part in parts if part.transformer_engine)
     return {name: fused for part_pairs in pairs for name, fused in part_pairs}
