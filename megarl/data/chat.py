@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MARK = "\ue000"
-"""A private-use character in place of a response, used to find the text that a template writes around responses."""
+"""Private-use character that stands in for a response, to find the text that a template writes around it."""
 
 
 def add_system_prompt(system_prompt: str | None, prompt: Content, place: str) -> Content:
@@ -56,8 +56,8 @@ def render(
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str) -> str:
-    """Render messages as text in which typed special tokens are marked, as in `TypedTokens`. Raise a UserError if the
-    template rejects them."""
+    """Render messages as text, with typed special tokens marked (see `TypedTokens`). Raise a UserError if the template
+    rejects them."""
     return _apply(tokenizer, typed_tokens(tokenizer).mark_others(messages), place, tokenize=False)
 
 
@@ -121,7 +121,7 @@ def conversation(
         for longer, shorter in ((before, ids), (after, before)):
             _require_prefix(longer, shorter, number, place)
         turn = after[len(before) :]
-        # Mask the text that templates append after the EOS token, such as a newline, because it is never sampled.
+        # Exclude text that templates append after the EOS token, such as a newline, because it is never sampled.
         ends = [place for place, token in enumerate(turn, start=1) if token == tokenizer.eos_token_id]
         mask += [False] * (len(before) - len(ids)) + [True] * (ends[-1] if ends else len(turn))
         ids = after

@@ -17,7 +17,7 @@ from megarl.data.collate import scalars
 from megarl.data.noise import standard_normal
 
 StepNumber = tuple[str, int]
-"""Sample id, and index of a step among the sample's trained steps."""
+"""(sample id, index among the sample's trained steps)."""
 
 Velocities = Mapping[StepNumber, torch.Tensor]
 """Velocities under guidance, float32 [channels, height, width]."""

@@ -38,7 +38,7 @@ ANSWER_TYPE = "a JSON value (text, number, true/false, null, list or object)"
 
 
 Record = dict[str, Any]
-"""The columns of one row by name."""
+"""One row: column name -> value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +360,7 @@ def _is_labels(value: Any) -> bool:
 
 
 def _is_answer(value: Any) -> bool:
-    """Return whether this is a JSON value. NaN, which pandas writes for a missing answer, is not."""
+    """Return whether the value is JSON, excluding infinity and NaN. pandas writes NaN for a missing answer."""
     return _is_json(value) and not (isinstance(value, float) and not math.isfinite(value))
 
 

@@ -55,7 +55,7 @@ class ImageFiles:
         self._folders = tuple(folders)
         self._images: dict[str, StoredImage] = {}
         self._places: dict[str, Path | tuple[int, int]] = {}
-        """Image file, or offset and size in the temporary file, by digest."""
+        """Digest -> image file, or (offset, size) in the temporary file."""
         self._digests: dict[Path, str] = {}
         self._copies: BinaryIO | None = None
         self._num_bytes = 0

@@ -31,7 +31,7 @@ def is_image(value: Any) -> bool:
         return (
             bool(fields)
             and fields.keys() <= {"bytes", "path"}
-            and isinstance(fields.get("bytes", b""), bytes | str)  # text causes an error with a remedy
+            and isinstance(fields.get("bytes", b""), bytes | str)  # text is rejected later, with a remedy
             and isinstance(fields.get("path", ""), str)
         )
     return isinstance(value, str | bytes)

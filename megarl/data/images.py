@@ -45,7 +45,7 @@ LARGE_PIXELS = 2**24
 """Area above which images are decoded one at a time, because decoding can take 9 bytes per pixel."""
 
 MAX_ASPECT_RATIO = 200
-"""Maximum ratio of an image's sides in transformers' processor."""
+"""Maximum aspect ratio that transformers' processor accepts."""
 
 PROCESSOR = "Qwen2VLImageProcessor"
 """Image processor class of Qwen2.5-VL, Qwen3-VL and Qwen3.5. A suffix such as Fast selects an implementation."""
@@ -240,7 +240,7 @@ class ImageProcessor:
             grid = tuple(processed["image_grid_thw"][0].tolist())
             if grid != tuple(image.grid):
                 raise ValueError(f"this node produces grid {grid}, but the driver computed {image.grid}")
-        except ValueError as error:  # ImageError is one
+        except ValueError as error:  # ImageError is a ValueError
             raise UserError(
                 f"image {image.digest}: {error}. Fix: install the same Pillow and transformers versions, and use the "
                 "same model folder, on all nodes"

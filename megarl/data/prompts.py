@@ -184,7 +184,7 @@ def _teachers_by_column(config: Config) -> dict[str, list[Teacher]]:
 def _require_privileged(
     teachers_by_column: Mapping[str, Sequence[Teacher]], privileged: Mapping[str, Mapping[str, NDArray[np.int32]]]
 ) -> None:
-    """Raise a UserError if a teachers' column has no prompt in any remaining row of their sources."""
+    """Raise a UserError if a column of prompts for teachers is empty in all remaining rows of the teachers' sources."""
     for column, teachers in teachers_by_column.items():
         if not privileged[column]:
             raise UserError(

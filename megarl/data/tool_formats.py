@@ -71,7 +71,8 @@ class CallReader:
         )
 
     def text_before(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn before its first call; in formats that mark the text for the user, that text."""
+        """Return the text of a turn before its first call or, in formats that mark the text for the user, the marked
+        text."""
         answer = self.answer(token_ids)
         if answer is not None:
             return answer.strip()
@@ -210,7 +211,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>]+)>")
 
 def read_qwen3_coder(turn: Sequence[Piece]) -> Iterator[Call]:
     """Parse `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, as written by
-    Qwen3-Coder and Qwen3.5. One line break at each end of a value is not part of it."""
+    Qwen3-Coder and Qwen3.5. One line break is removed from each end of a value."""
     for piece in turn:
         if piece.tag == "<tool_call>":
             yield _function(piece.text)

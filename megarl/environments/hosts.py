@@ -29,7 +29,7 @@ class HostFailure(Exception):
     Attributes:
         stack: stack trace of the environment's exception, or "".
         is_infrastructure: whether the cause lies outside the environment's code: its process was killed, or a service
-            is unavailable. False if the process exited or crashed by itself: its kind is also "lost", but the
+            is unavailable. False if the process exited or crashed by itself. The kind is then also "lost", but the
             environment's code is at fault.
     """
 

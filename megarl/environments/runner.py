@@ -195,7 +195,7 @@ class RolloutRunner:
         return outcome.failure is None and (has_own or not sources <= {ENVIRONMENT})
 
     def _count(self, outcome: Outcome) -> None:
-        """Count a finished rollout. Lost and failed rollouts are counted separately."""
+        """Count a finished rollout. Raise the errors of `run` if too many consecutive rollouts failed or were lost."""
         settings = self.config.environment
         limit = f"environment.max_consecutive_failures={settings.max_consecutive_failures}"
         if outcome.failure is None:
@@ -340,7 +340,7 @@ class _Rollout:
         }
 
     async def _step(self, host: HostProcess, turn: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the environment's Step in its serialized form."""
+        """Send the turn to the environment, and return its Step in serialized form."""
         settings = self._config.environment
         limit_s = settings.timeout_s + len(turn["tool_calls"]) * (settings.tool_timeout_s + TOOLS_S)
         step = await _uninterrupted(host.invoke("step", self._request.key, limit_s, turn=turn))

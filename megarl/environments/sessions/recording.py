@@ -33,7 +33,7 @@ class Turn:
     Attributes:
         number: number of the turn within the session, in the order of requests.
         context: tokens between the sample's previous turn and this one.
-        messages: the same context as messages.
+        messages: the context in the form of messages.
         message: the assistant message that the client received.
         text: text of the turn, including tool calls.
         end: number of tokens in the sample up to the end of this turn.
