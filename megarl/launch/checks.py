@@ -28,7 +28,7 @@ from megarl.planner.step_plan import StepPlan
 RUN_FOLDER = "run.folder"
 
 SLACK_S = 60
-"""Maximum number of seconds by which Slurm may send its signal early."""
+"""Slurm may send its signal up to this many seconds early."""
 
 START_S = 120
 """Minimum seconds until the first step of a GPU run: engines load weights and capture CUDA graphs."""
@@ -93,7 +93,7 @@ def _is_file(image: str) -> bool:
 
 
 def _path_errors(request: Request, config: Config) -> Iterator[str]:
-    """Yield a line for each path that is missing or invisible to other machines."""
+    """Yield an error for each path that is missing or invisible to other machines."""
     for named in _host_paths(request, config):
         existing = _existing_path(named)
         if (
@@ -140,7 +140,7 @@ def _model_errors(request: Request, config: Config) -> Iterator[str]:
 
 
 def _path_warnings(request: Request, config: Config) -> Iterator[str]:
-    """Yield a line for each path that other machines can access only if this one exports it."""
+    """Yield a warning for each path that other machines can access only if this one exports it."""
     if request.nodes + request.spares == 1:
         return
     for named in _host_paths(request, config):

@@ -19,7 +19,7 @@ class VelocityTerms(NamedTuple):
     """The loss of an objective without log-probs, with float32 [N] tensors.
 
     Attributes:
-        change: mean squared change of the velocity since the start of the step, over elements.
+        change: mean squared change of the velocity's elements since the start of the step.
         kl: divergence from the reference; None without a reference.
     """
 

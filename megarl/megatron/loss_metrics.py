@@ -83,7 +83,7 @@ def velocity_metrics(
 def _reference_metrics(
     batch: RowBatch, divergence: torch.Tensor, share: torch.Tensor, name: str, coefficient: float
 ) -> Sums:
-    """Return the metrics of the KL to the reference. `share`: see `mean`."""
+    """Return the metrics of the KL to the reference. `share`: weight of each value in `mean`."""
     return {
         name: mean(divergence, share),
         "kl/coefficient": mean(torch.full_like(divergence, coefficient), batch.mask),

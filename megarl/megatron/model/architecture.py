@@ -156,7 +156,7 @@ def _windows_and_sinks(shape: ModelShape) -> dict[str, Any]:
 
 
 def _yarn(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of YarnConfig for models with YaRN. Latent attention has its own."""
+    """Return the fields of YarnConfig for models with YaRN. Latent attention has its own fields."""
     rope = rope_parameters(model)
     if rope["rope_type"] != "yarn" or shape.latent is not None:
         return {}
