@@ -37,7 +37,7 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path", revis
     folder, it is the folder of the transformer.
 
     Symlinks are resolved because a link such as runs/latest may later point to a different folder. Raise a UserError if
-    the model does not exist. The message contains the fix.
+    the model does not exist.
 
     Args:
         path: an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted once

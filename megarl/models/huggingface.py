@@ -13,7 +13,7 @@ from megarl.models.vision import vision_of, without_vision
 
 _LATENT_ATTENTION = ("deepseek_v3", "kimi_k2")
 _DEEPSEEK_ROUTER = ("deepseek_v3", "glm4_moe", "kimi_k2")
-"""Families with multi-head latent attention, and with DeepSeek's router."""
+"""Families with multi-head latent attention, and families with DeepSeek's router."""
 
 _WINDOWS = ("gpt_oss",)
 _SINKS = ("gpt_oss",)

@@ -28,7 +28,8 @@ from megarl.models.vision import VisionShape, vision_of
 
 _QKV_BIAS = ("qwen2", "qwen2_5_vl_text")
 _QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text")
-"""Families that always have biases in the query, key and value projections, and norms of queries and keys."""
+"""Families that always have biases in the query, key and value projections, and families with norms of queries and
+keys."""
 
 
 class LayerKind(NamedTuple):

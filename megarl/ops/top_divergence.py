@@ -35,8 +35,8 @@ from megarl.ops.output_layer import Gradients, OutputLayer, held_tokens, is_shar
 from megarl.ops.top_tokens import TopTokens
 
 SMALLEST_LOG_PROB = -69.0
-"""Lower bound for the log-prob of the rest, about 1e-30. Below it, 1 / p_rest could overflow, so the rest has no
-gradient."""
+"""Lower bound for the log-prob of the rest, a probability of about 1e-30. Below it, 1 / p_rest could overflow, so the
+rest has no gradient."""
 
 
 def top_divergence(
