@@ -313,7 +313,7 @@ def fused_names(shape: ModelShape, kind: LayerKind) -> dict[str, str]:
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape, has_experts: bool) -> None:
     """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none. Experts
-    keep theirs: gpt-oss is the only model with both biases and experts, and its experts have biases."""
+    keep theirs: gpt-oss is the only model with experts that gets here, and its experts have biases."""
     attention, mlp = submodules_of(layer.self_attention), submodules_of(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
