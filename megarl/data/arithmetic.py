@@ -36,13 +36,13 @@ def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
 
 
 def arithmetic_labels(seed: int, size: int) -> Iterator[LabelRow]:
-    """Yield sums of four single-digit numbers, added from the left in three steps. Half of the rows on average contain
+    """Yield sums of four single-digit numbers, added from the left in three steps. On average, half of the rows contain
     one wrong step. Steps before it are labeled 1. The wrong step and later steps, which continue from the wrong total,
     are labeled 0."""
     generator = random.Random(f"labelled arithmetic {seed}")
     for number in range(1, size + 1):
         addends = [_digit(generator) for _ in range(ADDENDS)]
-        # Half of the draws are past the last step, so that no step is wrong.
+        # Half of the draws lie past the last step; those rows have no wrong step.
         wrong = int(generator.random() * 2 * (ADDENDS - 1))
         total, steps, labels = addends[0], [], []
         for step, addend in enumerate(addends[1:]):

@@ -40,7 +40,8 @@ def json_sequence(text: str) -> Iterator[Call]:
 
 
 def named_call(name: str, arguments: str, number: str = "") -> Call:
-    """Return a call in a format that separates the name and the arguments."""
+    """Return the call with this name and these arguments, given as JSON text; a MalformedCall if they are not valid
+    JSON."""
     text = f"{name} {arguments}"
     try:
         return call_of({"name": name, "arguments": _json(arguments), "id": number}, text)
@@ -49,13 +50,12 @@ def named_call(name: str, arguments: str, number: str = "") -> Call:
 
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's spelling of JSON values, which Qwen's chat templates write in calls."""
+"""Python's spellings of JSON constants, which Qwen's chat templates write in calls."""
 
 
 def json_value(text: str, types: frozenset[str]) -> Any:
-    """Convert an argument that is written as text. Return the text if the schema permits only strings or names no type.
-    Otherwise, return the JSON value of the text, unless the text is not JSON, or the schema permits strings and does
-    not permit the value's type."""
+    """Convert an argument that is written as text to a value of a permitted type. Return the text itself if it is not
+    valid JSON, or if the schema names no type, permits only strings, or permits strings but not the value's type."""
     if types <= {"string"}:
         return text
     try:

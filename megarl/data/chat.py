@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MARK = "\ue000"
-"""A private-use character in place of a response, used to find the text that a template writes around responses."""
+"""Private-use character that stands in for a response, to find the text that a template writes around it."""
 
 
 def add_system_prompt(system_prompt: str | None, prompt: Content, place: str) -> Content:
@@ -56,8 +56,8 @@ def render(
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str) -> str:
-    """Render messages as text in which typed special tokens are marked, as in `TypedTokens`. Raise a UserError if the
-    template rejects them."""
+    """Render messages as text, with typed special tokens marked (see `TypedTokens`). Raise a UserError if the template
+    rejects them."""
     return _apply(tokenizer, typed_tokens(tokenizer).mark_others(messages), place, tokenize=False)
 
 
@@ -73,8 +73,8 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], plac
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_template: bool, place: str) -> list[int]:
     """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn. Raise a
-    UserError for a prompt without tokens, or if the template would close the prompt's last message as a complete
-    turn."""
+    UserError if the prompt renders as empty text, or if the template would close the prompt's last message as a
+    complete turn."""
     if chat_template:
         messages = as_messages(prompt, "user")
         if messages and messages[-1]["role"] == "assistant":
@@ -87,7 +87,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_templat
     else:
         ids = opening_ids(tokenizer, plain(prompt, place))
     if not ids:
-        raise UserError(f"{place}: the prompt has no tokens. Fix: add text or drop the row")
+        raise UserError(f"{place}: the prompt renders as empty text. Fix: add text, or drop the row")
     return ids
 
 
@@ -121,7 +121,7 @@ def conversation(
         for longer, shorter in ((before, ids), (after, before)):
             _require_prefix(longer, shorter, number, place)
         turn = after[len(before) :]
-        # Mask the text that templates append after the EOS token, such as a newline, because it is never sampled.
+        # Exclude text that templates append after the EOS token, such as a newline, because it is never sampled.
         ends = [place for place, token in enumerate(turn, start=1) if token == tokenizer.eos_token_id]
         mask += [False] * (len(before) - len(ids)) + [True] * (ends[-1] if ends else len(turn))
         ids = after

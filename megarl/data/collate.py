@@ -93,7 +93,7 @@ def add_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
 
 def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
     """Return the batch with per-token scores of its samples added. The teachers' log-probs become the columns of one
-    field. A teacher may lack some samples."""
+    field. A teacher may have no scores for some samples."""
     device = batch.tokens.device
 
     def joined(token_scores: Mapping[str, torch.Tensor], default: float | None = None) -> torch.Tensor:
@@ -155,8 +155,8 @@ def scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.
 class _Layout:
     """Token positions of S samples in a pack.
 
-    A sample's document consists of runs of its tokens, the first of which may be shared with other samples, followed by
-    padding.
+    A sample's document consists of runs of its tokens, followed by padding. The first runs may be shared with other
+    samples.
 
     Attributes:
         prompt_lengths, response_lengths: int64 [S].
@@ -234,11 +234,11 @@ class _Layout:
         return torch.from_numpy(positions)
 
     def images(self, samples: Sequence[Sample], pixels: Pixels) -> ImageBatch | None:
-        """Return the images in the pack, each once, with the places of their features; None if there are none."""
+        """Return the images in the pack, each once, with the pack positions of their features; None without images."""
         first_features: dict[str, int] = {}
         """Digest -> index of the image's first feature."""
         places_of_source: dict[tuple[str, int], tuple[int, NDArray[np.int64]]] = {}
-        """Digest and first place -> the same index, and all places."""
+        """(digest, first position in the pack) -> index of the image's first feature, and all its pack positions."""
         found: list[PromptImage] = []
         num_features = 0
         for sample, first in zip(samples, self.boundaries, strict=False):

@@ -17,7 +17,7 @@ from megarl.data.collate import scalars
 from megarl.data.noise import standard_normal
 
 StepNumber = tuple[str, int]
-"""Sample id, and index of a step among the sample's trained steps."""
+"""(sample id, index among the sample's trained steps)."""
 
 Velocities = Mapping[StepNumber, torch.Tensor]
 """Velocities under guidance, float32 [channels, height, width]."""
@@ -32,8 +32,8 @@ def collate_steps(items: Sequence[SampleRef], step_weights: Mapping[int, float])
     """Return a microbatch of these steps in host memory, as the engine sampled them.
 
     Args:
-        items: references to denoising steps, with the samples in place of their references; may be empty.
-        step_weights: factor of the loss by denoising step; see transition.step_weights.
+        items: denoising steps with their samples loaded; may be empty.
+        step_weights: loss weight of each denoising step; see transition.step_weights.
     """
     samples, indices, numbers = _steps(items)
     return _batch(

@@ -38,7 +38,7 @@ ANSWER_TYPE = "a JSON value (text, number, true/false, null, list or object)"
 
 
 Record = dict[str, Any]
-"""The columns of one row by name."""
+"""One row: column name -> value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def require_data_file(path: Path, key: str) -> None:
         sources = "arithmetic, reasoning_gym:TASK, or a" if key == "data.source" else "a"
         raise UserError(f"{key}={path}: unknown data source. Fix: use {sources} .jsonl or .parquet file")
     if not path.is_file():
-        raise UserError(f"{key}={path}: not a file. Fix: correct the path")
+        raise UserError(f"{key}={path}: not a file. Fix: set {key} to the path of an existing .jsonl or .parquet file")
 
 
 def has_column(record: Mapping[str, Any], name: str) -> bool:
@@ -360,7 +360,7 @@ def _is_labels(value: Any) -> bool:
 
 
 def _is_answer(value: Any) -> bool:
-    """Return whether this is a JSON value. NaN, which pandas writes for a missing answer, is not."""
+    """Return whether the value is JSON, excluding infinity and NaN. pandas writes NaN for a missing answer."""
     return _is_json(value) and not (isinstance(value, float) and not math.isfinite(value))
 
 
@@ -383,5 +383,6 @@ def _wrong_type(place: str, column: str, expected: str, value: Any) -> UserError
     text = repr(value)
     found = f"{type(value).__name__} {text if len(text) <= 80 else text[:79] + '…'}"
     return UserError(
-        f"{place}: column {column!r}: expected {expected}, found {found}. Fix: correct the value, or drop the row"
+        f"{place}: column {column!r}: expected {expected}, found {found}. Fix: write a value of the "
+        "expected type, or drop the row"
     )

@@ -19,8 +19,8 @@ EXAMPLE = '<|channel|>commentary to=functions.the_name <|constrain|>json<|messag
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One message of a turn in gpt-oss's format. `text` is None if the turn ends or another message starts in its
-    header. Several recipients are joined by spaces."""
+    """One message of a turn in gpt-oss's format. `text` is None if its header is cut off by the end of the turn or by
+    another message. Several recipients are joined by spaces."""
 
     role: str
     channel: str
@@ -51,9 +51,9 @@ def _message(header: Sequence[Piece], text: str | None) -> _Message:
 
 
 def read_calls(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Parse gpt-oss's `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>`, a message to a
-    recipient, which may also follow `<|start|>assistant`. A turn has at most one call, since <|call|> ends it. Chat
-    templates do not support several."""
+    """Parse gpt-oss's calls, which are messages to a recipient: `<|channel|>commentary to=functions.NAME
+    <|constrain|>json<|message|>{…}<|call|>`. A call may also follow `<|start|>assistant`. A turn has at most one call,
+    since <|call|> ends it and chat templates do not support several."""
     calls = (
         message
         for message in _messages(turn)
@@ -71,8 +71,8 @@ def read_calls(turn: Sequence[Piece]) -> Iterator[Call]:
 
 
 def answer(turn: Sequence[Piece]) -> str:
-    """Return the text of the assistant's messages to the user, those without a recipient in the channels `commentary`
-    and `final`. The channel `analysis` contains the reasoning."""
+    """Return the assistant's text for the user: the messages without a recipient in the channels `commentary` and
+    `final`. The channel `analysis` contains the reasoning."""
     texts = [
         message.text
         for message in _messages(turn)

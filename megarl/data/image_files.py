@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 2**28
 """Maximum size of an encoded image in bytes."""
 
 Pictured = TypeVar("Pictured", Prompt, Sample)
-"""A prompt or a sample, both of which have images."""
+"""A prompt or a sample; both have images."""
 
 _REMOTE = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
@@ -55,7 +55,7 @@ class ImageFiles:
         self._folders = tuple(folders)
         self._images: dict[str, StoredImage] = {}
         self._places: dict[str, Path | tuple[int, int]] = {}
-        """Image file, or offset and size in the temporary file, by digest."""
+        """Digest -> image file, or (offset, size) in the temporary file."""
         self._digests: dict[Path, str] = {}
         self._copies: BinaryIO | None = None
         self._num_bytes = 0
@@ -67,7 +67,7 @@ class ImageFiles:
 
     def add(self, value: Any, folder: Path) -> StoredImage:
         """Decode and register an image of a data row. Raise ImageError if it cannot be read or decoded, or if it is a
-        file outside the allowed folders. Symbolic links in these folders may lead outside.
+        file outside the allowed folders. Symbolic links in these folders may point outside.
 
         Args:
             value: a file path or file: URL, a data: URL, bytes or {bytes, path}.
@@ -154,7 +154,7 @@ class RowImages:
 
         Args:
             num_draws: number of drawn rows; None: all rows once.
-            max_repeats: how often a row may be drawn.
+            max_repeats: maximum number of times that a row is drawn.
         """
         files = self.files
         if files is None:
@@ -208,8 +208,8 @@ def content_of_url(url: str) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """Read a regular file. The limit of MAX_FILE_BYTES + 1 bytes lets callers detect files that are too large."""
-    fix = "correct the path"
+    """Read at most MAX_FILE_BYTES + 1 bytes of a regular file, so that callers can detect files that are too large."""
+    fix = "use the path of a readable image file"
     try:
         with open_regular(path, follow=True) as file:
             return file.read(MAX_FILE_BYTES + 1)

@@ -31,7 +31,7 @@ def is_image(value: Any) -> bool:
         return (
             bool(fields)
             and fields.keys() <= {"bytes", "path"}
-            and isinstance(fields.get("bytes", b""), bytes | str)  # text causes an error with a remedy
+            and isinstance(fields.get("bytes", b""), bytes | str)  # text is rejected later, with a remedy
             and isinstance(fields.get("path", ""), str)
         )
     return isinstance(value, str | bytes)
@@ -65,7 +65,7 @@ def images_in(content: Any) -> list[Mapping[str, Any]]:
 
 
 def texts_in(content: Any) -> list[str]:
-    """Return the texts in a content; [] if it is neither text nor a list of parts."""
+    """Return the texts in a message's content; [] if it is neither text nor a list of parts."""
     if isinstance(content, str):
         return [content]
     parts = content if isinstance(content, list | tuple) else ()

@@ -44,7 +44,7 @@ class LoadedImage:
     grid: tuple[int, int, int]
 
     def prompt_image(self, processor: ImageProcessor) -> PromptImage:
-        """Return the image with start 0."""
+        """Return the image as a PromptImage. Its start is 0 until `expand` places it in a prompt."""
         return PromptImage(0, processor.num_tokens(self.grid), self.grid, self.image.digest)
 
 
@@ -142,7 +142,7 @@ class ImageRows:
 
 def load_processor(config: Config, folder: Path) -> tuple[ImageProcessor, int]:
     """Return the image processor and the id of the image placeholder of the model in this folder. Raise a UserError if
-    it has no vision tower, or its files disagree."""
+    the model has no vision tower, or its files disagree."""
     hf_config = read_config(folder)
     if VISION not in hf_config:
         raise UserError(

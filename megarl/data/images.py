@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow's names of the supported formats. Excluded are EPS, which starts an external program, and AVIF and JPEG 2000,
-whose small files can take very long to decode."""
+"""Pillow's names of the supported formats. EPS is excluded because it starts an external program; AVIF and JPEG 2000,
+because even small files can take very long to decode."""
 
 MAX_IMAGE_PIXELS = 89_478_485
 """Maximum area of an image. It is the limit above which Pillow warns of decompression bombs."""
 
 MAX_SCANS = 100
 """Maximum number of scans in a JPEG file, as in libtiff. Each scan of a progressive file takes a pass over the whole
-image, about 0.05 s for 89 million pixels, but may have only 150 bytes. Without the limit, a file of 64 MiB could have
-450,000 scans, which take 6 hours. The other formats decode each pixel only once."""
+image, about 0.05 s for 89 million pixels, but may be as small as 150 bytes. Without the limit, a file of 64 MiB could
+have 450,000 scans, which take 6 hours. The other formats decode each pixel only once."""
 
 _SEGMENT = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")
 """Matches a JPEG marker before a segment. Markers within a scan, 0 and 0xd0 to 0xd7, do not begin a segment."""
@@ -45,7 +45,7 @@ LARGE_PIXELS = 2**24
 """Area above which images are decoded one at a time, because decoding can take 9 bytes per pixel."""
 
 MAX_ASPECT_RATIO = 200
-"""Maximum ratio of an image's sides in transformers' processor."""
+"""Maximum aspect ratio that transformers' processor accepts."""
 
 PROCESSOR = "Qwen2VLImageProcessor"
 """Image processor class of Qwen2.5-VL, Qwen3-VL and Qwen3.5. A suffix such as Fast selects an implementation."""
@@ -165,7 +165,7 @@ class ImageProcessor:
 
     @classmethod
     def of(cls, folder: Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:
-        """Return the processor of a model. Raise a UserError if the folder has no valid settings of a supported
+        """Return the processor of a model. Raise a UserError if the folder has no valid settings for a supported
         processor, or if the limits contradict each other.
 
         Args:
@@ -240,7 +240,7 @@ class ImageProcessor:
             grid = tuple(processed["image_grid_thw"][0].tolist())
             if grid != tuple(image.grid):
                 raise ValueError(f"this node produces grid {grid}, but the driver computed {image.grid}")
-        except ValueError as error:  # ImageError is one
+        except ValueError as error:  # ImageError is a ValueError
             raise UserError(
                 f"image {image.digest}: {error}. Fix: install the same Pillow and transformers versions, and use the "
                 "same model folder, on all nodes"
@@ -253,7 +253,7 @@ class ImageProcessor:
 
 def _unusable(folder: Path, reason: str) -> UserError:
     return UserError(
-        f"model.path: {folder}: invalid settings of the image processor ({reason}). Fix: copy "
+        f"model.path: {folder}: invalid image processor settings ({reason}). Fix: copy "
         "preprocessor_config.json from the original model again"
     )
 

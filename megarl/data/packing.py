@@ -11,7 +11,7 @@ from megarl.core.sample import SampleRef
 from megarl.models.token_cost import TokenCost
 
 Microbatch = tuple[int, ...]
-"""Indices of samples packed together. An empty microbatch keeps a rank in step with ranks that have more of them."""
+"""Indices of samples packed together. Empty microbatches let a rank run as many microbatches as the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class _Counts:
         return len(self.samples) + len(other.samples) <= max_samples and num_tokens <= token_budget
 
     def add(self, other: _Counts, shared_tokens: int) -> None:
-        """Add other samples of the same prompt, counting shared tokens and its images once."""
+        """Add other samples of the same prompt, counting shared tokens and the prompt's images once."""
         self.samples += other.samples
         self.num_tokens += other.num_tokens - shared_tokens
         self.num_scored += other.num_scored

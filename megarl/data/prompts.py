@@ -152,7 +152,8 @@ def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[
         if applied and not any(_sees(teacher, row, config.data) for teacher in applied):
             raise UserError(
                 f"{place_of(row, config.data)}: no prompt in the column {applied[0].prompt_column!r} (prompt_column of "
-                f"the teacher {applied[0].name}), and no reward applies. Fix: correct prompt_column, fill the column, "
+                f"the teacher {applied[0].name}), and no reward applies. Fix: set prompt_column "
+                "to a column with prompts, fill the column, "
                 "or drop the row"
             )
         if functions and not any(entry.applies_to(source) for entry in functions):
@@ -183,12 +184,12 @@ def _teachers_by_column(config: Config) -> dict[str, list[Teacher]]:
 def _require_privileged(
     teachers_by_column: Mapping[str, Sequence[Teacher]], privileged: Mapping[str, Mapping[str, NDArray[np.int32]]]
 ) -> None:
-    """Raise a UserError if a teachers' column has no prompt in any remaining row of their sources."""
+    """Raise a UserError if a column of prompts for teachers is empty in all remaining rows of the teachers' sources."""
     for column, teachers in teachers_by_column.items():
         if not privileged[column]:
             raise UserError(
                 f"teachers.models: {teachers[0].name} with prompt_column={column}: no remaining row of the teacher's "
-                "sources has a prompt in this column. Fix: correct prompt_column or sources, fill the column, or raise "
+                "sources has a prompt in this column. Fix: change prompt_column or sources, fill the column, or raise "
                 "rollout.context_length"
             )
 
@@ -202,8 +203,8 @@ def _require_numbers(row: Row, data: Data) -> None:
         if not is_number or (key == "data.weight_column" and value and not 1 / MAX_WEIGHT <= value <= MAX_WEIGHT):
             expected = "a number" if key == "data.sort_column" else f"0 or a number from 1e-100 to {MAX_WEIGHT:g}"
             raise UserError(
-                f"{place_of(row, data)}: column {column!r} ({key}): expected {expected}, found {value!r}. Fix: correct "
-                "the value, or drop the row"
+                f"{place_of(row, data)}: column {column!r} ({key}): expected {expected}, found {value!r}. Fix: write "
+                f"{expected}, or drop the row"
             )
 
 
@@ -300,8 +301,8 @@ def _caption(row: Row, data: Data) -> Prompt:
     """Return the prompt of an image. It has no token ids, because only the text encoder tokenizes captions."""
     if not isinstance(row.prompt, str):
         raise UserError(
-            f"{place_of(row, data)}: column {data.prompt_column!r} (data.prompt_column) has messages, but a caption is "
-            "plain text. Fix: use a column of strings"
+            f"{place_of(row, data)}: column {data.prompt_column!r} (data.prompt_column) contains messages, but a "
+            "caption must be plain text. Fix: use a column of strings"
         )
     return Prompt(row_name(row, data), row.prompt, np.empty(0, np.int32), row.answer, columns=row.columns)
 
@@ -387,7 +388,8 @@ def _privileged_prompts(
 
 def too_long(length: int, subject: str, config: Config, place: str, num_image_tokens: int = 0) -> bool:
     """Return whether to drop a row of `length` tokens because the row and its response exceed rollout.context_length.
-    Raise a UserError for such a row unless data.overlong=drop. num_image_tokens: the tokens of images among them."""
+    Raise a UserError for such a row unless data.overlong=drop. num_image_tokens: how many of the tokens stand for
+    images."""
     new, context = 0 if config.is_offline else config.rollout.max_new_tokens, config.rollout.context_length
     needed = length + new
     if needed <= context:

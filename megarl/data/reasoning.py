@@ -1,7 +1,7 @@
 """Procedural data from the reasoning-gym package, such as logic puzzles, algebra, games and graphs.
 
-Run as a module, it is the subprocess that generates the rows. Some tasks iterate over sets of strings, whose order
-depends on PYTHONHASHSEED, which can only be set before a process starts.
+Run as a program, this module is the subprocess that generates the rows. Some tasks iterate over sets of strings, whose
+order depends on PYTHONHASHSEED, which can only be set before a process starts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Task:
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(
                 f"data.options={json.dumps(self.options)}: {self.name} rejects these options: {error}. Fix: change "
-                "data.options"
+                "the rejected option in data.options"
             ) from None
 
     def of(self, metadata: Mapping[str, Any]) -> Task:
@@ -163,8 +163,8 @@ def main() -> None:
 
 
 def encode(value: Any) -> Any:
-    """Return a JSON value from which `decode` restores an equal value. JSON alone would turn tuples into lists and keys
-    into text, but reasoning-gym's verifiers need the original types."""
+    """Encode a value as JSON such that `decode` restores an equal value. JSON alone would turn tuples into lists and
+    keys into text, but reasoning-gym's verifiers need the original types."""
     if isinstance(value, tuple):
         return {"tuple": list(map(encode, value))}
     if isinstance(value, dict):

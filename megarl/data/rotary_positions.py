@@ -36,7 +36,7 @@ def rotary_positions(num_tokens: int, images: Sequence[PromptImage]) -> NDArray[
 
 
 def feature_grid(image: PromptImage) -> tuple[int, int]:
-    """Return the numbers of an image's features in height and width."""
+    """Return the numbers of rows and columns of an image's features."""
     merge = isqrt(prod(image.grid) // image.num_tokens)
     _, height, width = image.grid
     return height // merge, width // merge

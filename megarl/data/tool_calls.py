@@ -1,4 +1,4 @@
-"""Tool calls that a policy writes in a turn, and the pieces of text that parsers find them in."""
+"""Tool calls that a policy writes in a turn, and the pieces into which parsers split its text."""
 
 from __future__ import annotations
 

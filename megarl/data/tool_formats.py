@@ -51,7 +51,7 @@ class CallReader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]] = ()
     ):
-        """`tools` are the descriptions of the tools, whose schemas determine the types of arguments."""
+        """`tools`: descriptions of the tools. Their schemas determine the types of arguments."""
         self._tokenizer, self._format = tokenizer, tool_format
         functions = [tool["function"] for tool in tools]
         self._types = {function["name"]: argument_types(function.get("parameters")) for function in functions}
@@ -67,11 +67,12 @@ class CallReader:
         if len(calls) <= MAX_CALLS:
             return calls
         return *calls[:MAX_CALLS], MalformedCall(
-            "", f"a turn may have {MAX_CALLS} tool calls; further calls were not run"
+            "", f"a turn may have at most {MAX_CALLS} tool calls; further calls were not run"
         )
 
     def text_before(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn before its first call; in formats that mark the text for the user, that text."""
+        """Return the text of a turn before its first call or, in formats that mark the text for the user, the marked
+        text."""
         answer = self.answer(token_ids)
         if answer is not None:
             return answer.strip()
@@ -79,7 +80,7 @@ class CallReader:
         return "" if any(self._format.read(first)) else first[0].text.strip()
 
     def answer(self, token_ids: Sequence[int]) -> str | None:
-        """Return what the turn says to the user, without reasoning or calls; None if the format does not mark it."""
+        """Return the turn's text for the user, without reasoning or calls; None if the format does not mark it."""
         answer = self._format.answer
         return None if answer is None else answer(self._pieces(list(token_ids)))
 
@@ -210,7 +211,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>]+)>")
 
 def read_qwen3_coder(turn: Sequence[Piece]) -> Iterator[Call]:
     """Parse `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, as written by
-    Qwen3-Coder and Qwen3.5. One line break at each end of a value is not part of it."""
+    Qwen3-Coder and Qwen3.5. One line break is removed from each end of a value."""
     for piece in turn:
         if piece.tag == "<tool_call>":
             yield _function(piece.text)
@@ -307,7 +308,7 @@ def format_of(template: str) -> str | None:
         (("<tool_call>", "<function=", "<parameter="), "qwen3_coder"),
         (("<tool_call>", "<arg_key>", "<arg_value>"), "glm"),
         (("<|channel|>", "<|call|>"), "harmony"),
-        # Templates with only some of the tags above have a format that megarl does not support.
+        # Templates with only some of the tags above use a format that megarl does not support.
         (("<function=",), None),
         (("<arg_key>",), None),
         (("<|channel|>",), None),

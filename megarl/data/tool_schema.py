@@ -40,7 +40,7 @@ def types_of(value: Any) -> frozenset[str]:
 
 
 def _types(schema: Any, parameters: dict[str, Any]) -> frozenset[str]:
-    """Return the types that a schema and the schemas in it name, including the types of enumerated values."""
+    """Return the types that a schema and its nested schemas name, including the types of enumerated values."""
     types: set[str] = set()
     pending = [schema]
     for each in pending:  # the loop body appends to the list

@@ -5,8 +5,8 @@ earlier turns. Instead, the chat template renders a short conversation in which 
 by the new messages. The text that the template writes after the sentinel is appended to the turn; closing tags that the
 turn already contains are omitted.
 
-Special tokens in the text of messages are tokenized as ordinary text, because a tool result may repeat what the policy
-has written.
+Special tokens in the text of messages are tokenized as ordinary text, because a tool result may repeat text that the
+policy wrote.
 
 If the template does not support tools, a system message describes them (`tool_formats.instructions`), and tool results
 are user messages between <tool_response> and </tool_response>.
@@ -38,8 +38,8 @@ MARK = "megarlmark"
 """Text of a test message that shows whether the template renders messages with a given role."""
 
 OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|return|>", "<|end|>")
-"""Tokens that may end a turn instead of the one that the template writes. Llama 3 ends tool calls with the first token.
-gpt-oss ends tool calls, answers and reasoning with the other three, respectively."""
+"""Tokens that may end a turn instead of the one that the template writes. Llama 3 ends tool calls with <|eom_id|>.
+gpt-oss ends tool calls with <|call|>, answers with <|return|> and reasoning with <|end|>."""
 
 USER: Message = {"role": "user", "content": "a"}
 

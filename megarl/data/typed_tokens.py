@@ -5,8 +5,8 @@ text without a chat template, which is already rendered (plain prompts and respo
 `as_is`), and the assistant's messages in the data, which have the model's own format, such as [TOOL_CALLS].
 
 Before the chat template renders a text, a mark is inserted into its special tokens. The rendered text is then split at
-the marks and tokenized piece by piece, so that no piece contains the token. Texts without marks are tokenized as a
-whole.
+the marks and tokenized piece by piece, so that no piece contains a complete special token. Texts without marks are
+tokenized as a whole.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TypedTokens:
         )
 
     def mark(self, value: Any) -> Any:
-        """Return a JSON value in which the special tokens in all strings are marked."""
+        """Return a JSON value with the special tokens in all its strings marked."""
         if isinstance(value, str):
             return self._typed.sub(MARK, value)
         if isinstance(value, Mapping):
@@ -47,7 +47,7 @@ class TypedTokens:
         return value
 
     def mark_others(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return messages from the data in which the special tokens are marked, except in the assistant's messages."""
+        """Mark the special tokens in messages from the data, except in the assistant's messages."""
         return [message if message["role"] == "assistant" else self.mark(message) for message in messages]
 
     def text(self, marked: str) -> str:

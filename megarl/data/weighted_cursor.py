@@ -21,7 +21,7 @@ class WeightedCursor:
     prompt within a call.
 
     A prompt's weight comes from the data. With `solved_weight`, it is also multiplied by max(solved_weight, 1 − s),
-    where s is the success rate of the prompt's samples in the last step that sampled the prompt, or 0 before the first.
+    where s is the success rate of the prompt's samples in the last step that sampled the prompt, or 0 if no step has.
     Kimi k1.5's prioritized sampling uses 1 − s (https://arxiv.org/abs/2501.12599, section 2.3.4).
     """
 

@@ -21,7 +21,7 @@ def is_judged(sample: AnySample) -> bool:
 
 
 async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: AnySample) -> dict[str, Result]:
-    """Call the functions that apply to the sample's data source concurrently. Return their results by name."""
+    """Concurrently call the functions that apply to the sample's data source. Return their results by name."""
     prompt, columns = sample.prompt, columns_of(sample)
     judging = [name for name in functions if pool.judges(name, prompt)]
     calls = [

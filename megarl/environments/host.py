@@ -29,8 +29,8 @@ from megarl.usercode.feedback import split_feedback
 from megarl.usercode.parent import connect, send
 
 MAX_CHARACTERS = 2**23
-"""Maximum total number of characters of text in the messages of a response. Longer text would not fit into any context,
-and parsing it would block the process that runs the rollouts."""
+"""Maximum number of characters in all messages of a response together. Longer text would not fit into any context, and
+parsing it would block the process that runs the rollouts."""
 
 CUT = "… [cut]"
 
@@ -146,7 +146,7 @@ def _encoded(messages: Any) -> list[dict[str, Any]]:
 
 
 def _key(state: Any) -> str | None:
-    """Return the key of a state. Raise TypeError if it is not a string."""
+    """Return a state's key unchanged. Raise TypeError if it is neither a string nor None."""
     if state is not None and not isinstance(state, str):
         raise TypeError(f"state has type {type(state).__name__}. Fix: return a string or None")
     return state

@@ -29,7 +29,7 @@ class HostFailure(Exception):
     Attributes:
         stack: stack trace of the environment's exception, or "".
         is_infrastructure: whether the cause lies outside the environment's code: its process was killed, or a service
-            is unavailable. False if the process exited or crashed by itself: its kind is also "lost", but the
+            is unavailable. False if the process exited or crashed by itself. The kind is then also "lost", but the
             environment's code is at fault.
     """
 
@@ -153,7 +153,7 @@ class HostPool:
         return self._hosts[0].is_agent
 
     async def take(self) -> HostProcess:
-        """Assign a rollout to the process that has the fewest. Replace exited and retiring processes first."""
+        """Assign a rollout to the process with the fewest rollouts. Replace exited and retiring processes first."""
         await asyncio.shield(self._replace_ended())  # shield: an aborted rollout must not leave a process half started
         host = min(self._hosts, key=lambda host: host.num_rollouts)
         host.num_rollouts += 1

@@ -127,7 +127,8 @@ class RolloutImages:
         return digest
 
     def num_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of placeholders of the images in these messages, which contain digests."""
+        """Return the number of placeholders that the images in these messages expand to. The messages contain
+        digests."""
         parts = (part for message in messages for part in images_in(message["content"]))
         return sum(self._images[part["image"]].num_tokens for part in parts)
 
@@ -168,9 +169,10 @@ class RolloutImages:
         return Context(*expand(token_ids, token, [self._images[digest] for digest in digests]))
 
     def require_no_placeholders(self, token_ids: Sequence[int]) -> None:
-        """Raise ImageError if token ids from an environment contain placeholders, because they come without images."""
+        """Raise ImageError if token ids from an environment contain image placeholders. Token ids come without
+        images."""
         if self._reader is not None and self._reader.token in token_ids:
-            raise ImageError("token_ids contain the placeholder of images", "return messages with image parts instead")
+            raise ImageError("token_ids contain image placeholders", "return messages with image parts instead")
 
 
 class Tokens(Protocol):

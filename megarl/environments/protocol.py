@@ -1,4 +1,4 @@
-"""The protocols of environments, which respond to each turn of the policy with a step, and of agents.
+"""Protocols for user code: an environment responds to each turn of the policy; an agent calls the policy itself.
 
 Each rollout gets its own instance, in a process next to the engines. Methods may be async. Synchronous methods run in a
 thread so that they do not block other instances in the process.
@@ -93,7 +93,7 @@ class Step:
     """The environment's response to a turn.
 
     Attributes:
-        observation: messages to append before the policy's next turn, whose contents are text or lists of parts with
+        observation: messages to append before the policy's next turn. Their content is text or a list of parts with
             images. A string becomes one user message. None if the rollout ends.
         reward: reward for this turn.
         done: whether the rollout ends.

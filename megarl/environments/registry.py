@@ -56,8 +56,8 @@ def environment_class(name: str) -> type[Environment] | type[Agent]:
 
 
 def answer_check(name: str | None) -> Callable[[Any], object] | None:
-    """Return a built-in class's function that checks an answer, or None. It raises ValueError for an answer that the
-    class cannot compare with responses."""
+    """Return the function with which a built-in class checks answers, or None. The function raises ValueError for an
+    answer that the class cannot compare with responses."""
     return None if name is None or name not in SHIPPED else getattr(environment_class(name), "check_answer", None)
 
 

@@ -195,7 +195,7 @@ class RolloutRunner:
         return outcome.failure is None and (has_own or not sources <= {ENVIRONMENT})
 
     def _count(self, outcome: Outcome) -> None:
-        """Count a finished rollout. Lost and failed rollouts are counted separately."""
+        """Count a finished rollout. Raise the errors of `run` if too many consecutive rollouts failed or were lost."""
         settings = self.config.environment
         limit = f"environment.max_consecutive_failures={settings.max_consecutive_failures}"
         if outcome.failure is None:
@@ -212,7 +212,7 @@ class RolloutRunner:
             if self._num_failures == settings.max_consecutive_failures:
                 raise UserError(
                     f"{limit}: this many consecutive rollouts of environment.class={settings.name} failed. Fix: "
-                    "correct the environment, or raise environment.max_consecutive_failures. Last failure: "
+                    "remove the cause of the failures, or raise environment.max_consecutive_failures. Last failure: "
                     f"{outcome.failure}"
                 )
 
@@ -340,7 +340,7 @@ class _Rollout:
         }
 
     async def _step(self, host: HostProcess, turn: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the environment's Step in its serialized form."""
+        """Send the turn to the environment, and return its Step in serialized form."""
         settings = self._config.environment
         limit_s = settings.timeout_s + len(turn["tool_calls"]) * (settings.tool_timeout_s + TOOLS_S)
         step = await _uninterrupted(host.invoke("step", self._request.key, limit_s, turn=turn))
@@ -370,7 +370,7 @@ class _Rollout:
             self._start_sample(conversation, await self._tokenize(self._tokens.begin, conversation), messages)
             return
         if not context.ids:
-            raise HostFailure("the observation has no tokens. Fix: return text, or done=True")
+            raise HostFailure("the observation renders as empty text. Fix: return text, or done=True")
         self.parts[-1].transcript.add_context(context)
         self._add_messages(messages)
 

@@ -24,9 +24,9 @@ def is_pillow_image(value: Any) -> bool:
 
 
 def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each image in the form {"type": "image_url", "image_url": {"url": "data:…"}}. Parts
-    without images are joined to text. Raise TypeError for a malformed part, and ValueError for too many or too large
-    images."""
+    """Return the messages with each image in the form {"type": "image_url", "image_url": {"url": "data:…"}}. A list of
+    parts without images becomes one text. Raise TypeError for a malformed part, and ValueError for too many or too
+    large images."""
     number, left = 0, MAX_URL_CHARACTERS
 
     def content_of(parts: Sequence[Any]) -> str | list[dict[str, Any]]:

@@ -21,8 +21,8 @@ PART = 2**16
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """Return a message's texts, and its other fields except the role as JSON. A content without images that is not text
-    is also returned as JSON."""
+    """Return a message's texts, and its other fields except the role as JSON. Content that is not text and has no
+    images is also returned as JSON."""
     content = message["content"]
     if images_in(content):
         content = "".join(texts_in(content))

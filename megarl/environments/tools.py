@@ -60,7 +60,8 @@ def describe(name: str, method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def arguments_model(name: str, method: Callable[..., Any]) -> type[BaseModel]:
-    """Return the model that validates a tool's arguments. Raise UserError if one has no annotation or is variadic."""
+    """Return the pydantic model that validates a tool's arguments. Raise UserError for an argument that has no
+    annotation or is variadic."""
     hints, fields = get_type_hints(method), {}
     for argument, parameter in _parameters(method).items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -109,7 +110,7 @@ class Toolbox:
         """Whether a synchronous tool timed out. Its thread cannot be stopped."""
 
     async def call_all(self, calls: Sequence[ToolCall | MalformedCall]) -> list[Message]:
-        """Run the calls sequentially. Return one message per call, which describes the error if the call failed."""
+        """Run the calls sequentially. Return one message per call, with its result or its error."""
         return [await self._message(call) for call in calls]
 
     async def _message(self, call: ToolCall | MalformedCall) -> Message:
@@ -120,7 +121,7 @@ class Toolbox:
         return message | ({"tool_call_id": call.id} if isinstance(call, ToolCall) and call.id else {})
 
     async def call(self, call: ToolCall | MalformedCall) -> tuple[Status, Any]:
-        """Run a call. Return its status and its result or error message, as the content of a message."""
+        """Run a call. Return its status, and its result or error message as message content."""
         if isinstance(call, MalformedCall):
             return "malformed", f"this is not a valid tool call: {call.reason}"
         if call.name not in self._methods:
@@ -161,7 +162,7 @@ def as_content(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Return a string as it is, and any other value as JSON. Raise TypeError if it contains images or bytes."""
+    """Return a string unchanged, and any other value as JSON. Raise TypeError if it contains images or bytes."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_other)
 
 
@@ -169,6 +170,6 @@ def _other(value: Any) -> str:
     if isinstance(value, bytes) or is_pillow_image(value):
         raise TypeError(
             f"the result contains {type(value).__name__}. Fix: return one Pillow image, or a list of parts of the "
-            f"types text and image, whose images are {FORMS}"
+            f"types text and image, with each image as {FORMS}"
         )
     return str(value)

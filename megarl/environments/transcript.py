@@ -97,8 +97,8 @@ class Transcript:
 
     def sample(self, name: str, prompt: Prompt, text: str, rollout_id: str, episode: Episode | None) -> Sample:
         """Return the sample with this id: all tokens up to the end of the last turn, with a mask that selects the
-        turns. `text` is the text of the last turn, with its prefix. The transcript's tokens and images replace those of
-        the data row's prompt."""
+        turns. `text` is the text of the last turn. The transcript's tokens and images replace those of the data row's
+        prompt."""
         ids, start = np.array(self.ids, np.int32), self._num_prompt_tokens
         end = self._turns[-1][0] + len(self._turns[-1][1].token_ids)
         logprobs, mask = np.zeros(end - start, np.float32), np.zeros(end - start, np.bool_)
@@ -159,7 +159,7 @@ class Part:
     Attributes:
         text: text of the last turn, including tool calls.
         messages: the conversation for display.
-        turns: index within the rollout and hash of the state of each turn.
+        turns: (index within the rollout, hash of its state) of each turn.
         find_message_end: computes `message_end` by rendering the prompt again; None if it cannot be found.
         message_end: as in Episode.
     """

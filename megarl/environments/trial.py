@@ -37,7 +37,7 @@ WRONG = "This response is wrong."
 GRAY = 128
 """Pixel value of the uniform gray image in the trial."""
 
-REMEDY = "correct the reward function, which must return a finite number or a bool"
+REMEDY = "make the reward function return a finite number or a bool for any response"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class Failure:
 def try_rewards(
     config: Config, pool: FunctionPool, prompts: Sequence[Prompt], images: ImageFiles | None = None
 ) -> dict[str, float]:
-    """Score the answer, an empty response and a wrong one for the first row to which each function applies. For an
+    """For the first row that each function applies to, score the answer, an empty response and a wrong one. For an
     image model, score a flat image and a noise image. Return the rewards of the first responses by function name.
     `images`: the prompts' image files; None if prompts have no images.
 
-    Raise UserError with a line and a stack trace for each reward function that fails on one of them. Only print a
-    warning if the infrastructure caused the failure, or if rewards.failure_limit permits it. A limit above 0 permits
-    failures on responses other than the answer, because their fraction in the run is unknown."""
+    Raise UserError with a line and a stack trace for each reward function that fails on one of these responses. Only
+    print a warning if the infrastructure caused the failure, or if rewards.failure_limit permits it. A limit above 0
+    permits failures on responses other than the answer, because their fraction in the run is unknown."""
     limit = config.rewards.failure_limit
     rewards: dict[str, float] = {}
     failures: dict[str, Failure] = {}
@@ -89,7 +89,7 @@ def try_rewards(
 
 
 def _first_rows(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> list[tuple[Prompt, set[str]]]:
-    """Return the first row to which each function applies, and the names of all functions that apply to it, including
+    """Return the first row that each function applies to, and the names of all functions that apply to it, including
     the judge. The first row of the data comes first. Functions that apply to no row are not tried."""
     names = [entry.label for entry in config.rewards.functions]
     first = {next((i for i, prompt in enumerate(prompts) if pool.judges(name, prompt)), 0) for name in names}

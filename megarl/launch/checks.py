@@ -28,7 +28,7 @@ from megarl.planner.step_plan import StepPlan
 RUN_FOLDER = "run.folder"
 
 SLACK_S = 60
-"""Maximum number of seconds by which Slurm may send its signal early."""
+"""Slurm may send its signal up to this many seconds early."""
 
 START_S = 120
 """Minimum seconds until the first step of a GPU run: engines load weights and capture CUDA graphs."""
@@ -83,9 +83,9 @@ def _option_errors(request: Request) -> Iterator[str]:
         )
     for mount in request.mounts:
         if not Path(mount.split(":")[0]).exists():
-            yield f"--mount={mount}: {mount.split(':')[0]} does not exist. Fix: correct the source path"
+            yield f"--mount={mount}: {mount.split(':')[0]} does not exist. Fix: use an existing source path"
     if request.template is not None and not request.template.is_file():
-        yield f"--template={request.template}: the file does not exist. Fix: correct the path"
+        yield f"--template={request.template}: the file does not exist. Fix: use the path of an existing template"
 
 
 def _is_file(image: str) -> bool:
@@ -93,7 +93,7 @@ def _is_file(image: str) -> bool:
 
 
 def _path_errors(request: Request, config: Config) -> Iterator[str]:
-    """Yield a line for each path that is missing or invisible to other machines."""
+    """Yield an error for each path that is missing or invisible to other machines."""
     for named in _host_paths(request, config):
         existing = _existing_path(named)
         if (
@@ -140,7 +140,7 @@ def _model_errors(request: Request, config: Config) -> Iterator[str]:
 
 
 def _path_warnings(request: Request, config: Config) -> Iterator[str]:
-    """Yield a line for each path that other machines can access only if this one exports it."""
+    """Yield a warning for each path that other machines can access only if this one exports it."""
     if request.nodes + request.spares == 1:
         return
     for named in _host_paths(request, config):

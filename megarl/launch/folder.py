@@ -1,4 +1,4 @@
-"""The job folder inside a run's folder, through which the login node, the job script and its tasks communicate.
+"""The job folder inside a run's folder. The login node, the job script and its tasks communicate through it.
 
 job.sbatch        the submitted script
 recipe.yaml       resolved config of the run
@@ -50,7 +50,7 @@ class Job:
 
 
 class JobFolder:
-    """The paths of the files that several modules use."""
+    """The paths in a run's job folder that several modules use."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / LAUNCH

@@ -103,7 +103,10 @@ def check_connection(report: NodeReport, first: NodeReport) -> NodeReport:
     try:
         socket.create_connection((host, port), CONNECT_S).close()
     except OSError as error:
-        line = f"cannot connect over {interface} to the first node at {host}:{port}: {error}. Fix: check the firewall"
+        line = (
+            f"cannot connect over {interface} to the first node at {host}:{port}: {error}. Fix: open the firewall "
+            "between nodes"
+        )
         return replace(report, connection_error=line)
     return report
 

@@ -33,8 +33,8 @@ from megarl.run.folder import RunFolder
 from megarl.run.time_ledger import read_ledger
 
 REPORT_TIMEOUT_S = 300.0
-"""Timeout in seconds for the reports of all nodes to the first one. Nodes may have to pull images, and network file
-systems may cache the absence of a report for a while."""
+"""Seconds that nodes wait for each other's reports. Nodes may have to pull images, and network file systems may cache
+the absence of a report for a while."""
 
 VERDICT_S = 60.0
 """Seconds that the driver has to write its verdict after a task fails, before srun stops all tasks."""

@@ -55,7 +55,7 @@ def add_distillation(
 
     Args:
         divergence: `kl.distillation` with its options bound.
-        old_is_rollout: whether the engine's log-probs stand for the old policy's.
+        old_is_rollout: whether the engine's log-probs are used as the old policy's.
     """
     distilled = []
     for batch in batches:
@@ -91,8 +91,8 @@ def _estimate_samples(config: Advantage, batch: AnyBatch) -> AnyBatch:
     """Estimate advantages by comparing each sample's reward with its baseline.
 
     With credit=whole, token rewards and the KL are added to the sample's reward. With credit=reward_to_go, token
-    rewards have their own baseline and are summed, with discount gamma, from each token to the end of the sample.
-    Advantages of turns are added.
+    rewards have their own baseline and are summed, with discount gamma, from each token to the end of the sample. Turn
+    advantages are added.
     """
     reward, rows = batch.reward, batch.row_sample
     token_rewards = torch.zeros_like(batch.rollout_logprobs)

@@ -44,7 +44,7 @@ def configured_policy_loss(
         kl_coefficient: the KL coefficient in this step.
         has_moved: whether the policy has been updated since the start of the step.
         penalty: the objective's penalty in this step; None uses the recipe's penalty.
-        teachers: the teachers whose log-probs the batches have.
+        teachers: the teachers whose log-probs the batches contain.
     """
     settings = algorithm.kl
     assert settings.estimator is not None, "the configuration is not loaded"
@@ -213,7 +213,7 @@ def configured_implicit_reward_loss(settings: ImplicitReward) -> Loss:
 
 
 def on_sampled_tokens(loss: Loss) -> Loss:
-    """Return the loss without given responses, which have neither advantages nor log-probs from an engine."""
+    """Return the loss with given responses excluded. They have neither advantages nor log-probs from an engine."""
 
     def terms(batch: TokenBatch, scored: torch.Tensor) -> Terms:
         return loss.terms(batch.only_sampled, scored)

@@ -19,7 +19,7 @@ from megarl.core.token_batch import TokenBatch
 @dataclass(frozen=True, slots=True)
 class ContextShares:
     """The tokens that each context-parallel rank holds from a pack. `places`, int64 [cp, T/cp], holds the pack
-    positions of each rank's tokens, and `rank` is this rank."""
+    positions of each rank's tokens, and `rank` is this rank's index."""
 
     places: torch.Tensor
     rank: int
@@ -39,7 +39,7 @@ class ContextShares:
 
     @property
     def sequence(self) -> torch.Tensor:
-        """Pack positions in Megatron's order, in which rank r has chunks r and 2·cp − 1 − r, int64 [T]."""
+        """Pack positions in the order of Megatron's chunks, int64 [T]. Rank r has chunks r and 2·cp − 1 − r."""
         if len(self.places) == 1:
             return self.places[0]
         first, second = self.places.chunk(2, dim=1)

@@ -154,7 +154,8 @@ def lone_ranks() -> None:
 
 
 def rotary_shares() -> None:
-    """Replace the selection of a context-parallel rank's rotary angles, which uses an index in pinned memory."""
+    """Replace the function that selects a context-parallel rank's rotary angles, because it uses an index in pinned
+    memory."""
     from megatron.core.models.common.embeddings import rope_utils
 
     def share(pos_emb, seq_dim, cp_group):

@@ -19,7 +19,7 @@ class VelocityTerms(NamedTuple):
     """The loss of an objective without log-probs, with float32 [N] tensors.
 
     Attributes:
-        change: mean squared change of the velocity since the start of the step, over elements.
+        change: mean squared change of the velocity's elements since the start of the step.
         kl: divergence from the reference; None without a reference.
     """
 
@@ -42,7 +42,7 @@ def velocity_loss(
         v: [N, channels, height, width], the policy's velocity under guidance.
         objective: ℓ of each row; see VelocityObjective. Its options are bound.
         kl_coefficient: β.
-        has_moved: as in `denoising_loss`, also for batch.old_v.
+        has_moved: whether the policy has been updated since the start of the step; if so, batch.old_v is required.
     """
     v = _trained_velocities(batch, v)
     old_v = v if batch.old_v is None and not has_moved else batch.old_v

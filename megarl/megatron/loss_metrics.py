@@ -83,7 +83,7 @@ def velocity_metrics(
 def _reference_metrics(
     batch: RowBatch, divergence: torch.Tensor, share: torch.Tensor, name: str, coefficient: float
 ) -> Sums:
-    """Return the metrics of the KL to the reference. `share`: see `mean`."""
+    """Return the metrics of the KL to the reference. `share`: weight of each value in `mean`."""
     return {
         name: mean(divergence, share),
         "kl/coefficient": mean(torch.full_like(divergence, coefficient), batch.mask),
@@ -122,7 +122,7 @@ def start_metrics(
 
 
 def _difference_metrics(batch: RowBatch, section: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> Sums:
-    """Return the metrics of a log-ratio of the trainer's to the engine's probabilities, float32 [N]."""
+    """Return the metrics of a log-ratio, log(trainer's / engine's probability), float32 [N]."""
     return {
         f"{section}/logprob_abs_mean": mean(log_ratio.abs(), mask),
         f"{section}/logprob_abs_max": largest(log_ratio.abs(), mask),

@@ -18,7 +18,7 @@ from megarl.core.errors import UserError
 from megarl.megatron.routes import model_of
 
 DEFAULTS = {"initial_loss_scale": 2.0**16, "hysteresis": 1}
-"""megarl's defaults for fields of Megatron. With Megatron's initial scale of 2³², about the first 16 updates would be
+"""megarl's defaults for OptimizerConfig. With Megatron's initial scale of 2³², about the first 16 updates would be
 skipped. With its hysteresis of 2, a single overflow would not reduce the scale."""
 
 TRACKERS = {"loss_scale_updates": "growth_tracker", "loss_scale_overflows_left": "hysteresis_tracker"}

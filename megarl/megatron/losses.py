@@ -1,7 +1,7 @@
-"""Losses: each computes the scalar that a microbatch is trained on from the head's output for the microbatch's rows.
+"""Losses. Each function computes a microbatch's loss from the head's output for the microbatch's rows.
 
-Each function takes tensors and named scalars. It returns the loss Σ w·ℓ and its terms, from which the functions in
-`loss_metrics` compute metrics. `configured_losses` binds the scalars to a recipe's values.
+A loss function takes tensors and named scalars, and returns the loss Σ w·ℓ and its terms. The functions in
+`loss_metrics` compute metrics from these terms. `configured_losses` binds the scalars to a recipe's values.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class PolicyTerms(NamedTuple):
         excluded: bool, tokens excluded from the loss because trainer and engine log-probs disagree.
         imitation: Σ w·(−log π) over positive examples.
         kl: KL estimate per token, or the sample's estimate at each of its tokens.
-        divergence: the exact KL to the policy at the start of the step, for denoising steps if its velocity is known.
+        divergence: for denoising steps, the exact KL to the policy at the start of the step, if that policy's velocity
+            is known.
     """
 
     loss: torch.Tensor

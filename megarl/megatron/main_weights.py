@@ -34,7 +34,8 @@ from megarl.resharding.transports.transport import view
 
 INWARD_SHARE = 1 / 6
 """Threshold for the random share, which is uniform in (−½, ½). Shares up to it (probability 2/3) scale the distance to
-the neighbor nearer to 0, and larger ones that to the other neighbor. Both are equal except for powers of two."""
+the neighbor nearer to 0, and larger shares scale the distance to the other neighbor. The two distances are equal except
+for powers of two."""
 
 CHUNK = 2**20
 """Number of elements processed at a time, which limits temporary memory. More would not be faster."""
@@ -43,7 +44,8 @@ CHUNK = 2**20
 def rounded_parameters(
     optimizer: MegatronOptimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.nn.Parameter]:
-    """Return name -> parameter for parameters with main weights of a different dtype, at least partly on this rank."""
+    """Return name -> parameter for parameters whose main weights have a different dtype and are at least partly on this
+    rank."""
     rounded = {parameter for part in parts_of(optimizer) for _, parameter, _ in _main_weights(part)}
     return {name: parameter for name, parameter in parameters.items() if parameter in rounded}
 

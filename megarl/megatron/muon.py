@@ -111,7 +111,7 @@ def add_muon(
     """Wrap the step of one rank's optimizer so that it first updates the matrices with Muon. Collective over all ranks.
 
     Args:
-        optimizer: Megatron's distributed optimizer of the rank.
+        optimizer: the rank's distributed optimizer from Megatron.
         parameters: name -> trained parameter; Muon updates the layer matrices among them.
         holder: describes this rank's weights.
         momentum: μ.
@@ -220,7 +220,7 @@ def _plan_rounds(parts: Sequence[tuple[Part, LocalPart]]) -> list[Round]:
 
 
 def _shapes(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
-    """Return each matrix's shape, derived from its parts, which cover it."""
+    """Return each matrix's shape. It is derived from the matrix's parts, which cover it completely."""
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor, rectangle in parts:
         stops = tuple(stop for _, stop in rectangle)

@@ -54,7 +54,7 @@ class RouterBiases:
 
 
 def describe_worst(members: Sequence[Sequence[SampleRef]], sums: Sequence[Sums], loss: str) -> str:
-    """Return a description of the worst microbatch over all ranks, which is the same on every rank. Collective.
+    """Return a description of the worst microbatch over all ranks. Every rank returns the same one. Collective.
 
     The worst microbatch is the first one with a non-finite metric. If only the gradient overflowed, it is the one with
     the largest absolute loss. `members` and `sums` hold the samples and the metrics for each of this rank's

@@ -22,8 +22,8 @@ def checked(key: str, extra: Mapping[str, Any], target: type, reserved: Mapping[
 
     Args:
         key: the config key that holds the fields, such as actor.megatron_overrides.model.
-        reserved: field that must not be overridden -> config key from which it is derived; None if the trainer relies
-            on the field's default.
+        reserved: field that must not be overridden -> config key that determines it; None if the trainer relies on the
+            field's default.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(target)}
     hints = get_type_hints(target)

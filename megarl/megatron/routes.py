@@ -27,7 +27,7 @@ from megarl.models.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The routes for this rank's tokens in a microbatch, in the order in which the routers process the tokens.
+    """The routes for this rank's tokens in a microbatch, in the order that the routers process them.
 
     Attributes:
         experts: [t, layers, experts per token], as in TokenBatch; None lets the trainer choose the experts for every

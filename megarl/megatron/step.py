@@ -46,7 +46,7 @@ def accumulate_gradients(
 
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
-    """Run one optimizer step unless the gradient is non-finite, in which case weights and moments are unchanged. Return
+    """Run one optimizer step, or skip it if the gradient is non-finite, leaving weights and moments unchanged. Return
     the gradient norm before clipping. It is finite if and only if the step ran, on all ranks."""
     # Megatron's step computes this norm again for clipping but does not check it. The norm here costs an additional
     # pass over the rank's gradient shard.

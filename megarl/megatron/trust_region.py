@@ -1,6 +1,6 @@
 """TRPO's update (Schulman et al. 2015, arXiv:1502.05477): a natural gradient step under a hard bound on the divergence.
 
-TRPO is included for reference: an update takes about twenty passes over the samples, whereas an AdamW update takes one.
+TRPO is included for reference: an update takes about twenty passes over the samples, while an AdamW update takes one.
 Second derivatives, which Megatron's schedules lack, are not needed. The Fisher matrix of the sampled tokens (the
 paper's appendix C) is F = 1/N Σ ∇lp·∇lpᵀ, so F·v is the gradient of 1/N Σ (∇lp·v)·lp, and the factors ∇lp·v are central
 differences between two forward passes.

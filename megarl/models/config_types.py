@@ -1,4 +1,4 @@
-"""Check that the values in a Hugging Face config.json have the types of their keys."""
+"""Check that the values in a Hugging Face config.json have the types that their keys require."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class DenoiserShape(ModelShape):
     refiners: int
 
     token_multiple: ClassVar[int]
-    """Number to a multiple of which the image tokens and the caption tokens are each padded."""
+    """The image tokens and the caption tokens are each padded to a multiple of this."""
     pixels_per_latent: ClassVar[int] = 8
     """Height and width in pixels of one latent of the published VAE. The transformer's config.json does not contain
     it."""
@@ -60,7 +60,7 @@ class DenoiserShape(ModelShape):
 
     @property
     def max_caption_tokens(self) -> int:
-        """Number of tokens to which captions are truncated, with padding."""
+        """Maximum number of caption tokens, with padding. Longer captions are truncated."""
         raise NotImplementedError
 
     def caption_tokens(self, num_tokens: float) -> int:
@@ -98,7 +98,7 @@ class ZImageShape(DenoiserShape):
     embedding, and a document's tokens attend to its padding.
 
     Attributes:
-        time_scale: factor by which the noise level is multiplied before it is embedded.
+        time_scale: factor applied to the noise level before it is embedded.
         rotary_base: base of the rotary position embedding.
         rotary_axes: number of rotary channels per axis. The axes are the position in the sequence (one per caption
             token, one for the whole image), the row in the image, and the column.
@@ -177,10 +177,10 @@ class StableDiffusion3Shape(DenoiserShape):
     text_encoder_parameters: ClassVar[int] = 123_650_304 + 694_659_840 + 4_762_310_656
     """Numbers of parameters of CLIP-L, CLIP-G and the encoder of T5-XXL."""
     time_scale: ClassVar[float] = 1000.0
-    """Factor by which the noise level is multiplied before it is embedded."""
+    """Factor applied to the noise level before it is embedded."""
     clip_tokens: ClassVar[int] = 77
     t5_tokens: ClassVar[int] = 256
-    """Numbers of CLIP tokens and T5 tokens to which diffusers' pipeline pads or truncates captions."""
+    """Numbers of CLIP and T5 tokens per caption. diffusers' pipeline pads or truncates captions to these lengths."""
 
     @property
     def max_caption_tokens(self) -> int:
@@ -190,7 +190,7 @@ class StableDiffusion3Shape(DenoiserShape):
         return self.max_caption_tokens
 
     def is_last(self, layer: int) -> bool:
-        """Return whether the layer is the last one, in which captions only provide keys and values."""
+        """Return whether the layer is the last one, where captions provide only keys and values."""
         return layer == self.num_layers - 1
 
     @classmethod
@@ -316,7 +316,8 @@ def _layer_fields(
 def _check(
     model: Mapping[str, Any], counts: Sequence[str], lists: Sequence[str] = (), numbers: Sequence[str] = ()
 ) -> None:
-    """Raise a UserError for the first key without a positive integer, a list of them, or a positive number."""
+    """Raise a UserError for the first key whose value is not a positive integer (`counts`), a list of positive integers
+    (`lists`) or a positive number (`numbers`)."""
 
     def is_list(value: Any) -> bool:
         return isinstance(value, list | tuple) and all(is_plain(item, int) and item > 0 for item in value)

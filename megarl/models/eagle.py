@@ -34,7 +34,8 @@ class EagleDraft:
         vocab: number of tokens that the draft can predict.
         layer_ids: layers of the policy whose input hidden states the draft reads; the policy's number of layers stands
             for the last layer's output. None: vLLM's default for the policy.
-        has_joint_norm, has_norms: whether a norm precedes the projection of all hidden states together, or of each.
+        has_joint_norm, has_norms: whether the draft normalizes the hidden states before their projection, all together
+            or each separately.
     """
 
     policy_hidden: int

@@ -11,7 +11,7 @@ from megarl.models.shape import ModelShape
 from megarl.models.vision import VisionShape
 
 NEWTON_SCHULZ_STEPS = 5
-"""Number of iterations in which Muon orthogonalizes a matrix."""
+"""Number of Newton-Schulz iterations per matrix in Muon."""
 
 
 def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: float) -> float:
@@ -54,7 +54,7 @@ def pairs_outside_window(windows: WindowedAttention | None, num_tokens: float) -
 
 
 def mean_context(windows: WindowedAttention | None, num_tokens: float) -> float:
-    """Return the number of tokens to which a document's last token attends, averaged over the layers."""
+    """Return the number of tokens that a document's last token attends to, averaged over the layers."""
     return num_tokens if windows is None else num_tokens - windows.share * max(0, num_tokens - windows.size)
 
 

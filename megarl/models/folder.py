@@ -37,7 +37,7 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path", revis
     folder, it is the folder of the transformer.
 
     Symlinks are resolved because a link such as runs/latest may later point to a different folder. Raise a UserError if
-    the model does not exist. The message contains the fix.
+    the model does not exist.
 
     Args:
         path: an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted once
@@ -66,7 +66,8 @@ def is_hub_id(path: str) -> bool:
 
 
 def loadable_path(path: str, folder: Path) -> str:
-    """Return a name of the model that other programs can load: a Hub id as it is, else the resolved folder."""
+    """Return a name of the model that other programs can load: the Hub id if the path is one, else the resolved
+    folder."""
     return path if is_hub_id(path) else str(folder)
 
 

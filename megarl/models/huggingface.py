@@ -13,7 +13,7 @@ from megarl.models.vision import vision_of, without_vision
 
 _LATENT_ATTENTION = ("deepseek_v3", "kimi_k2")
 _DEEPSEEK_ROUTER = ("deepseek_v3", "glm4_moe", "kimi_k2")
-"""Families with multi-head latent attention, and with DeepSeek's router."""
+"""Families with multi-head latent attention, and families with DeepSeek's router."""
 
 _WINDOWS = ("gpt_oss",)
 _SINKS = ("gpt_oss",)
@@ -137,7 +137,7 @@ class WindowedAttention:
     """Layers whose attention is restricted to a sliding window.
 
     Attributes:
-        size: number of tokens to which a token attends, including itself.
+        size: number of tokens that a token attends to, including itself.
         layers: for each layer, whether it has a window; if not, a token attends to all tokens before it.
     """
 
@@ -194,8 +194,8 @@ def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_window(model: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens to which a token attends in all layers, including itself; None for full causal
-    attention and for families whose windows the trainer computes, see `windowed_attention`."""
+    """Return the number of tokens that a token attends to in every layer, including itself. Return None for full causal
+    attention, and for families whose windows the trainer computes (see `windowed_attention`)."""
     if model["model_type"] in _WINDOWS:
         return None
     return model["sliding_window"] if model.get("use_sliding_window", True) else None
@@ -281,7 +281,7 @@ def windowed_attention(model: Mapping[str, Any]) -> WindowedAttention | None:
 
 
 def has_sinks(model: Mapping[str, Any]) -> bool:
-    """Return whether each attention head has a learned logit that takes part in its softmax without a value."""
+    """Return whether each attention head has a learned logit that its softmax includes, without a value vector."""
     return model["model_type"] in _SINKS
 
 

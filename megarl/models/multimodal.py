@@ -1,4 +1,4 @@
-"""config.json of multimodal models and the text-model config used inside megarl.
+"""Convert between the config.json of multimodal models and the text-model configs used inside megarl.
 
 Hugging Face nests the text model's config in that of the whole model. Older Qwen2.5-VL folders use a single level.
 """

@@ -16,7 +16,7 @@ Models = Mapping[str, Mapping[str, str]]
 def reuse_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
     """Return the config with symlinks resolved. A path that an earlier attempt resolved keeps that folder: the link
     runs/latest moves when a run starts, but the same command must resume the run with the same model. `folders` maps a
-    path in the config to the folder to which earlier attempts resolved it."""
+    path in the config to the folder that earlier attempts resolved it to."""
     real = resolve_links(config)
     for key, config_path in model_paths(config).items():
         folder, path = folders.get(config_path), model_paths(real)[key]

@@ -114,8 +114,9 @@ CONDITIONAL = {"alora_invocation_tokens", "arrow_config"}
 """Variants whose adapters do not apply equally to all tokens, so they cannot be merged."""
 
 _TARGET = re.compile(r"(?:\bnet\.\d+\.proj|[^.]+(?:\.\d+)?)$")
-"""Matches the suffix by which PEFT finds a layer: the last component of its name, with the one before it if the last is
-a number, as in to_out.0. net.0.proj is matched whole, because Stable Diffusion 3's pos_embed.proj has no adapter."""
+"""Matches the name suffix that PEFT uses to find a layer: the last component of its name, with the one before it if the
+last is a number, as in to_out.0. net.0.proj is matched whole, because Stable Diffusion 3's pos_embed.proj has no
+adapter."""
 
 RETRAIN = "set actor.lora.path to plain LoRA adapters"
 

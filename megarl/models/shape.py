@@ -28,7 +28,8 @@ from megarl.models.vision import VisionShape, vision_of
 
 _QKV_BIAS = ("qwen2", "qwen2_5_vl_text")
 _QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text")
-"""Families that always have biases in the query, key and value projections, and norms of queries and keys."""
+"""Families that always have biases in the query, key and value projections, and families with norms of queries and
+keys."""
 
 
 class LayerKind(NamedTuple):
@@ -51,7 +52,7 @@ class ModelShape:
         mtp_layers: number of multi-token prediction (MTP) layers, which follow the other layers.
         trains_mtp: whether these layers are trained.
         windows: the layers with a sliding window; None if all softmax attention is full.
-        has_sinks: whether each attention head has a learned logit that takes part in its softmax without a value.
+        has_sinks: whether each attention head has a learned logit that its softmax includes, without a value vector.
         vision: the sizes of the vision tower; None if the model is used without one.
     """
 

@@ -39,9 +39,9 @@ class FixedDate:
 
 
 def load_tokenizer(folder: Path, key: str = "model.path", date: str | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer from a Hugging Face folder. Raise a UserError if the folder has no tokenizer. The message
-    contains the config key. `date` (data.date, YYYY-MM-DD) is the date that chat templates show instead of today's,
-    because a resumed run must render the same prompts as before."""
+    """Load the tokenizer from a Hugging Face folder. Raise a UserError if the folder has no tokenizer, or if it cannot
+    be loaded. The message contains the config key. `date` (data.date, YYYY-MM-DD) is the date that chat templates show
+    instead of today's, because a resumed run must render the same prompts as before."""
     tokenizer = _load(folder, key)
     if date is not None:
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=FixedDate(date))

@@ -74,10 +74,10 @@ class VisionShape:
         out_hidden: channels of a feature, equal to the text model's hidden size.
         deepstack: indices of the tower's layers whose features are added after the text model's first layers.
         image_token: id of the placeholder token.
-        rotary_sections: numbers of channel pairs whose angles depend on time, height and width.
+        rotary_sections: numbers of channel pairs whose angles depend on time, on height and on width.
         is_interleaved: whether the channels of the sections alternate instead of being consecutive.
         positions: number of learned position embeddings; 0 if the tower has only rotary embeddings.
-        window: height and width, in patches, of the windows to which attention is restricted; None without windows.
+        window: height and width, in patches, of the windows that attention is restricted to; None without windows.
         full_layers: indices of the layers with full attention, in a tower with windows.
     """
 

@@ -63,8 +63,8 @@ class Stack(NamedTuple):
 
 
 TEXT_PREFIX, TOWER_PREFIX = "model.language_model.", "visual."
-"""Prefixes of tensors in the checkpoints of multimodal models: of the text model, instead of "model.", and of the
-vision tower of Qwen2.5-VL, instead of "model.visual."."""
+"""Prefixes of tensor names in multimodal checkpoints: of the text model, replacing "model.", and of Qwen2.5-VL's vision
+tower, replacing "model.visual."."""
 
 STACKED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 """Suffix of a tensor that stacks all experts, [experts, rows, columns] -> the projections that its rows fuse. In
@@ -74,7 +74,7 @@ MXFP4_BLOCK, MXFP4_BYTES = 32, 16
 """Number of consecutive elements of a row that share a scale in MXFP4 checkpoints, and their size in bytes."""
 
 DEQUANTIZED = "BF16"
-"""The dtype to which MXFP4 tensors are dequantized."""
+"""The dtype that MXFP4 tensors are dequantized to."""
 
 BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
 """Suffixes of gpt-oss's stacked tensors: MXFP4 elements, uint8 [experts, rows, blocks, 16], their scales, uint8
@@ -161,7 +161,8 @@ def _stacked_with_biases(files: Mapping[str, Path], stored: str) -> dict[str, Pl
         expected = Header("U8", (*shape[:3], MXFP4_BYTES)), Header("U8", shape[:3])
         if expected != (Header(dtype, shape), _stored_header(files[scales], scales)):
             raise UserError(
-                f"{path}: {stored} and {scales} are not bytes of MXFP4 blocks and their scales. Fix: download it again"
+                f"{path}: {stored} and {scales} do not have the dtype and shapes of MXFP4 blocks and "
+                "scales. Fix: download it again"
             )
     experts, _, last = stored.rpartition(".")
     name = f"{last.removesuffix(BIAS)}.bias" if is_bias else f"{last.removesuffix(BLOCKS)}.weight"
@@ -246,7 +247,8 @@ def require_files(folder: Path) -> None:
 
 
 def _index_and_single(folder: Path) -> tuple[Path, Path]:
-    """Return the paths of the index and of the single weight file, at least one of which exists if any weights do."""
+    """Return the paths of the index and of the single weight file, named as in diffusers if either exists under that
+    name, else as in transformers."""
     names = ((DIFFUSERS_INDEX, DIFFUSERS_SINGLE), (INDEX, SINGLE))
     pairs = [(folder / index, folder / single) for index, single in names]
     return next((pair for pair in pairs if any(path.is_file() for path in pair)), pairs[-1])

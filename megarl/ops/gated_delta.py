@@ -65,8 +65,8 @@ def gated_delta_rule(
     """Return the outputs, [T, heads, values], and the documents' final states, [D, heads, keys, values] in float32 or
     float64.
 
-    The documents are cut into chunks. Products that do not involve a state are batched over all chunks. Inputs of
-    lower precision are computed in float32.
+    The documents are cut into chunks. Products that do not involve a state are batched over all chunks. Lower-precision
+    inputs are converted to float32.
 
     Args:
         query, key: [T, heads, keys], normalized.

@@ -92,8 +92,8 @@ def log_prob_and_entropy(
         bias: [V / tp], this rank's part of the output bias; None if the layer has none.
         candidate_ids: int64 [N, K], the only tokens with nonzero probability, as ids in the full vocabulary, padded
             with −1. A row that contains only −1, or None, makes every token a candidate.
-        logits_dtype: float32, or a narrower dtype to which logits are rounded before the temperature is applied, as
-            if the matrix product returned that dtype. The gradient ignores the rounding.
+        logits_dtype: float32, or a narrower dtype that logits are rounded to before the temperature is applied, as if
+            the matrix product returned that dtype. The gradient ignores the rounding.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or weight.shape[1] != hidden.shape[1]:
         raise ValueError(

@@ -26,8 +26,8 @@ class OutputLayer:
         hidden: [N, h], identical on all tensor-parallel ranks.
         weight: [V / tp, h], this rank's rows.
         bias: [V / tp], this rank's part of the bias; None if the layer has none.
-        logits_dtype: float32, or a narrower dtype to which logits are rounded before the temperature is applied, as
-            if the matrix product returned that dtype. Gradients ignore the rounding.
+        logits_dtype: float32, or a narrower dtype that logits are rounded to before the temperature is applied, as if
+            the matrix product returned that dtype. Gradients ignore the rounding.
     """
 
     hidden: torch.Tensor

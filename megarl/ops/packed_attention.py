@@ -52,7 +52,7 @@ class Documents:
         boundaries: int32 [D + 1], the beginning of each document and the end of the last one; read only if the
             documents are separate.
         longest: number of tokens in the longest document.
-        window: maximum number of tokens to which a token attends, including itself; None means no limit.
+        window: maximum number of tokens that a token attends to, including itself; None means no limit.
     """
 
     buckets: tuple[Bucket, ...]
@@ -179,7 +179,7 @@ def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def _uses_flash_attention(query: torch.Tensor, documents: Documents, dropout: float) -> bool:
     """Return whether the kernel for packed documents is applicable and faster. On H200, it reaches 240 TFLOP/s for
-    documents of mixed lengths, where batches reach 165, but 216 for equal lengths, where a batch reaches 332."""
+    documents of mixed lengths (batches: 165), but only 216 for equal lengths (one batch: 332)."""
     moves = documents.are_separate and not documents.are_in_order
     return moves and dropout == 0 and query.is_cuda and query.dtype is not torch.float32 and query.shape[-1] <= 256
 
@@ -231,8 +231,8 @@ def packed_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output, [n, heads, v]. query is [n, heads, d], key [T, kv heads, d] and value [T, kv heads,
-    v]. The number of heads is a multiple of kv heads. `sinks`, [heads], are logits that take part in each query's
-    softmax without a value, as in gpt-oss."""
+    v]. The number of heads is a multiple of kv heads. `sinks`, [heads], are logits that each query's softmax includes,
+    without a value vector, as in gpt-oss."""
     value_dim = value.shape[-1]
     # Pad v: unless q, k and v have the same head dim, torch skips its fused kernels and materializes all scores.
     value = F.pad(value, (0, max(0, query.shape[-1] - value_dim)))

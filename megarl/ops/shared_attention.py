@@ -40,7 +40,7 @@ def pack_mask(
             tokens, in order.
         key_positions: int64 [T], the pack position of each row in keys and values. Required with `query_positions`.
         device: device of the attention's inputs; by default, that of `document_tokens`.
-        window: maximum number of tokens to which a token attends, including itself; None means no limit.
+        window: maximum number of tokens that a token attends to, including itself; None means no limit.
     """
     device, tokens, bounds = device or document_tokens.device, document_tokens.cpu(), boundaries.long().cpu()
     num_tokens, lengths = int(tokens.max()) + 1, bounds.diff()
@@ -161,8 +161,8 @@ def shared_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output, [T, heads, v]. query is [T, heads, d], key [T, kv heads, d] and value [T, kv heads,
-    v]. The number of heads is a multiple of kv heads. `sinks`, [heads], are logits that take part in each query's
-    softmax without a value, as in gpt-oss."""
+    v]. The number of heads is a multiple of kv heads. `sinks`, [heads], are logits that each query's softmax includes,
+    without a value vector, as in gpt-oss."""
     attended = _kernel(query.device.type)(
         *(x.transpose(0, 1)[None] for x in (query, key, value)),
         block_mask=mask,

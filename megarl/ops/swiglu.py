@@ -42,8 +42,8 @@ CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0
 
 
 def clamped_swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """Return gpt-oss's activation (up + 1) · gate · sigmoid(1.702 · gate), […, f], from […, 2f], in which gate and up
-    channels alternate. First, gate is clamped to at most 7, and up to [−7, 7] (arXiv:2508.10925)."""
+    """Return gpt-oss's activation (up + 1) · gate · sigmoid(1.702 · gate), […, f], from […, 2f] with alternating gate
+    and up channels. First, gate is clamped to at most 7, and up to [−7, 7] (arXiv:2508.10925)."""
     return _ClampedSwiGLU.apply(gate_and_up)
 
 

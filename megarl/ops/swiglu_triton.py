@@ -37,7 +37,7 @@ def backward(gate_and_up: torch.Tensor, gradient: torch.Tensor, clamp: Clamp | N
 
 
 def _arguments(clamp: Clamp | None) -> tuple[Any, ...]:
-    """Return the kernels' last arguments."""
+    """Return the kernels' arguments for the activation and the block size."""
     alpha, limit = clamp or (1.0, 0.0)
     return alpha, limit, clamp is not None, BLOCK
 

@@ -8,9 +8,9 @@ over these k + 1 classes is never negative and never exceeds the one over the fu
 the vocabulary size. A sum over T alone is not a divergence: it can be negative, and the student can lower it by
 moving probability into T (forward KL) or out of T (reverse KL).
 
-T is the teacher's, as in SDFT (https://arxiv.org/abs/2601.19897) and TRL's server distillation. SDPO
-(https://arxiv.org/abs/2601.20802) has the same class for the rest, but T is the student's. The sampled token is in T
-only if the teacher considers it likely.
+T comes from the teacher, as in SDFT (https://arxiv.org/abs/2601.19897) and TRL's server distillation. SDPO
+(https://arxiv.org/abs/2601.20802) has the same class for the rest, but takes T from the student. The sampled token is
+in T only if the teacher considers it likely.
 
 With z, the student's logits after division by the temperature:
 
@@ -35,8 +35,8 @@ from megarl.ops.output_layer import Gradients, OutputLayer, held_tokens, is_shar
 from megarl.ops.top_tokens import TopTokens
 
 SMALLEST_LOG_PROB = -69.0
-"""Lower bound for the log-prob of the rest, about 1e-30. Below it, 1 / p_rest could overflow, so the rest has no
-gradient."""
+"""Lower bound for the log-prob of the rest, a probability of about 1e-30. Below it, 1 / p_rest could overflow, so the
+rest has no gradient."""
 
 
 def top_divergence(

@@ -157,8 +157,8 @@ CASES = [
         ["reward_model.path=FOLDER/model: its architecture is LlamaForCausalLM, which has no score head"],
     ),
     # data
-    ("data.source=FOLDER/none.jsonl", ["data.source=FOLDER/none.jsonl: not a file. Fix: correct"]),
-    ("data.more_sources=[FOLDER/none.jsonl]", ["data.more_sources=FOLDER/none.jsonl: not a file. Fix: correct"]),
+    ("data.source=FOLDER/none.jsonl", ["data.source=FOLDER/none.jsonl: not a file. Fix: set"]),
+    ("data.more_sources=[FOLDER/none.jsonl]", ["data.more_sources=FOLDER/none.jsonl: not a file. Fix: set"]),
     (
         "data.source=FOLDER/good.py",
         ["data.source=FOLDER/good.py: unknown data source. Fix: use arithmetic, reasoning_gym:TASK,"],

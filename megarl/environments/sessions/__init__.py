@@ -1,1 +1,1 @@
-"""An OpenAI Chat Completions endpoint in front of the engines that records the turns that agents sample."""
+"""An OpenAI Chat Completions endpoint in front of the engines. It records the turns that agents sample."""

@@ -33,7 +33,7 @@ class Turn:
     Attributes:
         number: number of the turn within the session, in the order of requests.
         context: tokens between the sample's previous turn and this one.
-        messages: the same context as messages.
+        messages: the context in the form of messages.
         message: the assistant message that the client received.
         text: text of the turn, including tool calls.
         end: number of tokens in the sample up to the end of this turn.
@@ -104,7 +104,7 @@ class Recording:
         self.num_turns = 0
         self._numbers = count()
         self._reserving = asyncio.Lock()
-        """Lock with which concurrent requests reserve turns in the order of their arrival."""
+        """Makes concurrent requests reserve turns in the order of their arrival."""
         self.num_context_tokens = self.num_cached_tokens = 0
         self.counts: Counter[str] = Counter()
         """Number of samples after the first, by origin: `forked` from the token ids of another sample, `rewritten` if

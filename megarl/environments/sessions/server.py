@@ -78,7 +78,7 @@ class SessionServer:
         Args:
             tokens_of: function that returns the renderer for a request's tools. The MAX_TOOL_SETS most recently used
                 renderers are cached.
-            sampling: the run's sampling parameters, keyed by API name. Requests may contain the same values.
+            sampling: the run's sampling parameters, keyed by API name. Requests may repeat these values.
         """
         self._tokenizer, self._sampling = tokenizer, sampling or {}
         self._tokens_of = tokens_of

@@ -65,8 +65,8 @@ class _Program(ConcurrentChild):
         if "refused" in hello:
             await program.end()
             raise RuntimeError(
-                f"verifiers cannot load this environment: {hello['refused']}. Fix: correct environment.options, or set "
-                "environment.options.python to an interpreter with verifiers and the taskset"
+                f"verifiers cannot load this environment: {hello['refused']}. Fix: change environment.options.env, or "
+                "set environment.options.python to an interpreter with verifiers and the taskset"
             )
         program._rollouts = count()
         return program

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]  # in its own environment
 
 ROLLOUTS_PER_SERVING = 64
-"""Number of rollouts after which an environment's servers are restarted. They keep a client for each API key."""
+"""Number of rollouts after which an environment's servers are restarted, because they keep a client for each API
+key."""
 
 GRACE_S = 10.0
 """Seconds that rollouts have to stop their processes at shutdown."""

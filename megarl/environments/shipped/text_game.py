@@ -26,8 +26,8 @@ _COMMAND = re.compile(rf"\b({'|'.join(COMMANDS)})\b")
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """A house with a grid of rooms. `doors` contains pairs of connected rooms, each in both orders. `start`, `key` and
-    `chest` are the rooms where the player starts, the key lies and the chest stands."""
+    """A house with a grid of rooms. `doors` contains pairs of connected rooms, each in both orders. `start` is the
+    player's first room; `key` and `chest` are the rooms with the key and the chest."""
 
     doors: frozenset[tuple[Room, Room]]
     start: Room

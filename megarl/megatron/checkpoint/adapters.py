@@ -112,7 +112,7 @@ def adapters_to_huggingface(
     path: Path, out: Path, options: Options, huggingface: Path | None = None, shard_bytes: int = SHARD_BYTES
 ) -> int:
     """Write the model with merged adapters as a Hugging Face folder, identical to the run's export at this step. Raise
-    a UserError if the base model differs from the base model that the run trained with.
+    a UserError if the base model differs from the one that the run trained with.
 
     Args:
         options: conversion options. Here a dtype of None means the run's dtype.

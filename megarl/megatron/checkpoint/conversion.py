@@ -184,7 +184,8 @@ def _has_mtp(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool
 
 
 def _has_tower(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool:
-    """Return whether the folder has a complete vision tower, or is of a family that vLLM runs only with it."""
+    """Return whether the folder has a complete vision tower, or belongs to a family that vLLM runs only with the
+    tower."""
     vision = vision_of(add_vision(hf_config)) if WHOLE in hf_config and VISION in hf_config else None
     if vision is None:
         return False

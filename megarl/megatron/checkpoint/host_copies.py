@@ -66,7 +66,7 @@ class HostCopies:
     def write(
         self, step: int, specs: Mapping[str, Spec], values: Mapping[str, Any]
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the tensors of a new copy, which the body fills, by name. `values` is stored as JSON. See
+        """Yield the tensors of a new copy by name. The body fills them. `values` is stored as JSON. See
         `write_memory`."""
         record = json.dumps({"step": step, "values": values})
         with self.write_memory(step, record, _total_bytes(specs)) as memory:

@@ -22,7 +22,8 @@ from megarl.megatron.checkpoint.host_copies import HostCopies
 from megarl.resharding.transports.gloo_group import gloo_group
 
 SIZES, RECORD, MEMORY = range(3)
-"""The messages of a transfer: sizes of the other two in bytes, int64 [2]; record and memory of the copy, uint8."""
+"""The messages of a transfer: the sizes of the other two in bytes, int64 [2]; the copy's record, and its memory,
+uint8."""
 
 
 class NodeCopies:
@@ -78,8 +79,8 @@ class NodeCopies:
                 print(f"copies: {error!r}", flush=True)
 
     def discard_after(self, step: int) -> None:
-        """Discard the copies after later steps of all ranks on this node. These steps are trained again, and their new
-        copies must not be mixed with the old ones."""
+        """Discard all copies on this node of states after steps later than `step`. These steps are trained again, and
+        their new copies must not be mixed with the old ones."""
         for rank in range(dist.get_world_size()):
             self._of(rank).discard_after(step)
 

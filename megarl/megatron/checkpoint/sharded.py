@@ -274,7 +274,7 @@ def _sharded_snapshots(
 
 
 def _sharded_like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
-    """Return a sharded tensor with the sharding of a parameter, stored under its key with the prefix."""
+    """Return a sharded tensor with a parameter's sharding, stored under the parameter's key with this prefix."""
     changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
     if isinstance(model, ShardedTensor):  # factories have no dtype
         changes["dtype"] = tensor.dtype

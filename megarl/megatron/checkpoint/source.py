@@ -126,7 +126,7 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
         )
         if hf_config.get("model_type") in WHOLE_ONLY and vision_of(hf_config) is None:
             raise UserError(
-                f"{path}: has no vision tower, without which vLLM cannot run models of type "
+                f"{path}: has no vision tower, but vLLM requires one to run models of type "
                 f"{hf_config[WHOLE]['model_type']}. Fix: use a checkpoint that contains the tower (vision.*)"
             )
         # Checkpoints in Megatron's default format store all layers as slices of one tensor.

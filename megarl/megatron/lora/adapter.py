@@ -30,7 +30,7 @@ class Factor(torch.nn.Module):
         return F.linear(hidden, self.matrix().to(hidden.dtype))
 
     def matrix(self) -> torch.Tensor:
-        """Return the matrix by which the inputs are multiplied."""
+        """Return the matrix that multiplies the inputs."""
         if self.partial_over is None:
             return self.weight
         return copy_to_tensor_model_parallel_region(self.weight, group=self.partial_over)

@@ -81,7 +81,8 @@ def _add_output(adapter: Adapter, layer: torch.nn.Module, inputs: tuple, outputs
 def _add_expert_outputs(
     adapters: torch.nn.ModuleList, layer: torch.nn.Module, inputs: tuple, outputs: tuple
 ) -> tuple | None:
-    """Forward hook that adds the adapters' outputs to a layer with experts. Each expert's tokens are consecutive."""
+    """Forward hook that adds the adapters' outputs to the output of a layer with experts. Each expert's tokens are
+    consecutive."""
     if not all(adapter.is_on for adapter in adapters):
         return None
     tokens, counts = inputs

@@ -45,7 +45,7 @@ class YarnConfig(TransformerConfig):
 
 
 def config_class(fields: Mapping[str, Any]) -> type[TransformerConfig]:
-    """Return the class of the config that has these architecture fields."""
+    """Return the TransformerConfig class that has these architecture fields."""
     if "kv_lora_rank" in fields:
         return MLATransformerConfig
     return YarnConfig if "yarn_rotary_scaling_factor" in fields else TransformerConfig
@@ -156,7 +156,7 @@ def _windows_and_sinks(shape: ModelShape) -> dict[str, Any]:
 
 
 def _yarn(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of YarnConfig for models with YaRN. Latent attention has its own."""
+    """Return the fields of YarnConfig for models with YaRN. Latent attention has its own fields."""
     rope = rope_parameters(model)
     if rope["rope_type"] != "yarn" or shape.latent is not None:
         return {}

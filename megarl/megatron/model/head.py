@@ -74,7 +74,7 @@ class TeacherDivergence:
         kind, beta: as in ops.divergence.
         weights: each teacher's output weight for this rank's shard of the vocabulary, [V/tp, h']; None: the divergence
             is over the teachers' most probable tokens and the rest.
-        vocab_sizes: number of tokens over which both distributions of each exact divergence are normalized.
+        vocab_sizes: for each exact divergence, the number of tokens that both distributions are normalized over.
     """
 
     kind: DivergenceKind
@@ -94,8 +94,9 @@ class LogProbHead(ColumnParallelLinear):
         top_k: number of most probable tokens to return instead, as packed TopTokens, float32 [N, 1, 2k + 1]; None: the
             head returns scores.
         value_head: optional head that adds a third column, the value.
-        teachers: None with a sampled divergence or without teachers. If the request has scored rows, one column per
-            teacher follows: the divergence, or UNSCORED in rows that the teacher does not score.
+        teachers: the divergence from teachers; None if it is sampled or there are no teachers. If the request has
+            scored rows, each teacher adds a column: the divergence, or UNSCORED in rows that the teacher does not
+            score.
         predict_second: maps the input and MtpInput to the hidden states that predict the tokens after the next ones;
             None if the model has no MTP layer. If it is trained, the last column is w·(−log-prob) of these tokens.
     """
@@ -206,7 +207,7 @@ class LogProbHead(ColumnParallelLinear):
         return divergence(hidden, weight, teacher, *options)
 
     def _vocab_size_with(self, number: int) -> int:
-        """Return the number of tokens over which the divergence from the teacher with this number is computed."""
+        """Return the number of tokens that the divergence from the teacher with this number covers."""
         sizes = () if self.teachers is None else self.teachers.vocab_sizes
         return sizes[number] if sizes else self.vocab_size
 
@@ -297,8 +298,8 @@ def heads_of(chunks: Sequence[torch.nn.Module]) -> list[LogProbHead]:
 
 @contextmanager
 def returning_states(chunks: Sequence[torch.nn.Module], hidden: bool, top_k: int | None) -> Iterator[None]:
-    """Return a context manager within which language model heads return hidden states, if `hidden` is set, or their
-    `top_k` most probable tokens. With neither, they return scores. The chunks may be wrapped."""
+    """Return a context manager that makes language model heads return hidden states (`hidden`) or their `top_k` most
+    probable tokens. With neither, they return scores. The chunks may be wrapped."""
     heads = heads_of(chunks)
     for head in heads:
         head.returns_hidden, head.top_k = hidden, top_k

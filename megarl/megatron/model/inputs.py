@@ -60,7 +60,7 @@ class ModelInput:
 
         Args:
             splits_documents: see `context_shares`.
-            window: number of tokens to which a token attends in layers with a sliding window; None without such layers.
+            window: number of tokens that a token attends to in layers with a sliding window; None without such layers.
             requires_our_attention: see the function in layer_spec.
             trains_mtp: whether this pass trains an MTP layer on this rank.
             vision: this rank's vision tower; None if it has none.

@@ -57,11 +57,10 @@ class PackedDocuments(PackedSeqParams):
         documents: input to our attention, built once for all layers; None if Transformer Engine's attention is used.
         windowed: the same for layers with a sliding window; None if the model has none.
         positions: int64 [T] or, in time, height and width, [3, T], token positions for the rotary embedding, in the
-            order in which Megatron splits the pack over context-parallel ranks; None derives them from the document
-            boundaries.
+            order of Megatron's split over context-parallel ranks; None derives them from the document boundaries.
         boundaries: int32 [D + 1], document boundaries, used by recurrent layers and Transformer Engine's attention.
         longest: length of the longest document.
-        feature_places: int64 [f], indices among this rank's hidden states to which image features are added.
+        feature_places: int64 [f], indices of the hidden states on this rank that image features are added to.
     """
 
     documents: Documents | BlockMask | None = None
@@ -121,8 +120,8 @@ if importlib.util.find_spec("transformer_engine") is None:
 
 
 class ExpertOutput(RowParallelLinear):
-    """The second layer of an expert with biases. It clones the output, because Megatron adds the bias in place, which
-    autograd rejects for the view that a reduction over a single rank returns."""
+    """The second layer of an expert with biases. It clones the output: Megatron adds the bias in place, but autograd
+    rejects this for the view that a reduction over a single rank returns."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output, bias = super().forward(input_)
@@ -272,7 +271,7 @@ def block_spec(
 
 
 def norm_class(fused: bool) -> Any:
-    """Return the class of norms outside the layers. Megatron's annotations do not accept these classes."""
+    """Return the class of the norms outside the layers. Megatron's annotations do not accept this class."""
     if not fused:
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
@@ -305,8 +304,8 @@ def layer_spec(shape: ModelShape, kind: LayerKind, fused: bool) -> ModuleSpec:
 
 
 def fused_names(shape: ModelShape, kind: LayerKind) -> dict[str, str]:
-    """Return parameter name in our layers -> name in Transformer Engine's layers. Checkpoints use the latter, so that
-    either implementation can load them."""
+    """Return parameter name in our layers -> name in Transformer Engine's layers. Checkpoints use Transformer Engine's
+    names, so that either implementation can load them."""
     parts = (part for part in parts_of_layer(shape, kind) if not part.per_expert)
     pairs = (zip(part.megatron, part.transformer_engine, strict=True) for part in parts if part.transformer_engine)
     return {name: fused for part_pairs in pairs for name, fused in part_pairs}
@@ -314,7 +313,7 @@ def fused_names(shape: ModelShape, kind: LayerKind) -> dict[str, str]:
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape, has_experts: bool) -> None:
     """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none. Experts
-    keep theirs: gpt-oss is the only model here with experts, and its experts have biases."""
+    keep theirs: gpt-oss is the only model with experts that gets here, and its experts have biases."""
     attention, mlp = submodules_of(layer.self_attention), submodules_of(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)

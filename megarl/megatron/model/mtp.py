@@ -121,8 +121,8 @@ class MtpBlock(MegatronModule):
         return any(parameter.requires_grad for parameter in self.parameters())
 
     def forward(self, hidden: torch.Tensor, angles: torch.Tensor | None, item: MtpInput) -> torch.Tensor:
-        """Return the hidden states from which the output layer predicts the tokens after the next ones, given the
-        decoder's output. Both have the shape [T/cp, 1, h], or this rank's part of it with sequence parallelism."""
+        """Return the output layer's input for predicting the tokens after the next ones, given the decoder's output.
+        Both have the shape [T/cp, 1, h], or this rank's part of it with sequence parallelism."""
         hidden, embedded = hidden.detach(), self._embed(item.tokens)
         if self.config.recompute_granularity != "full":
             return self.layers[0](hidden, embedded, angles, item.attention)
@@ -165,8 +165,8 @@ def has_trained_mtp(chunks: Sequence[DistributedDataParallel]) -> bool:
 
 @contextmanager
 def shared_embedding(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Return a context manager within which the last stage has a copy of the first stage's embedding. Collective over
-    all ranks. The parameters must be complete."""
+    """Return a context manager that gives the last stage a copy of the first stage's embedding. Collective over all
+    ranks. The parameters must be complete."""
     first, last = model_of(chunks[0]), model_of(chunks[-1])
     weight = first.embedding.word_embeddings.weight.detach() if parallel.is_first_stage(None) else None
     block = mtp_of(last) if parallel.is_last_stage(None) else None

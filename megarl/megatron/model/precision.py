@@ -51,7 +51,7 @@ def check_fp8(key: str, recipe: str) -> None:
 
 
 def token_multiple(fp8: str | None) -> int:
-    """Return the block size of fp8 matrix products, which must divide the number of a rank's tokens in a pack."""
+    """Return the block size of fp8 matrix products, which must divide each rank's number of tokens in a pack."""
     if fp8 is None:
         return 1
     return 32 if fp8 == "mxfp8" else 16

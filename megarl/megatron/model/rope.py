@@ -107,7 +107,7 @@ def _rows(
 
 
 def axes_of_channels(sections: tuple[int, int, int], is_interleaved: bool) -> torch.Tensor:
-    """Return the axis (0: time, 1: height, 2: width) on which each rotary channel depends, int64 [channels]. The second
+    """Return the axis (0: time, 1: height, 2: width) that each rotary channel depends on, int64 [channels]. The second
     half of the channels repeats the first half's angles. The arguments are as in VisionShape."""
     if is_interleaved:
         # The remaining channels belong to time.

@@ -131,7 +131,7 @@ class VisionTower:
         return self._tower.get_parameter("patch_embed.proj.weight")
 
     def _replace_embeddings(self, _: torch.nn.Module, __: tuple, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Forward hook of the embedding, whose output is [T/cp, 1, h]."""
+        """Forward hook that puts image features into the embedding's output, [T/cp, 1, h]."""
         images, self.images = self.images, None
         if images is None:
             return None
@@ -151,7 +151,7 @@ class VisionTower:
         return F.embedding(images.added.sources, stacked.flatten(1)).unflatten(1, stacked.shape[1:]).transpose(0, 1)
 
     def _pass_features(self, _: torch.nn.Module, inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict]:
-        """Forward pre-hook of the decoder."""
+        """Forward pre-hook that passes the features to add to the decoder, as its `context`."""
         added, self._added = self._added, None
         return inputs, keywords | {"context": added}
 

@@ -1,1 +1,1 @@
-"""Workers, each of which runs one rank of a role: actor, critic, implicit reward model, reward model or teacher."""
+"""Workers. Each runs one rank of a role: actor, critic, implicit reward model, reward model or teacher."""

@@ -132,8 +132,8 @@ class ActorWorker(TrainerWorker):
         return shared_embedding(self.chunks)
 
     def _take_rounding_metrics(self) -> dict[str, Metric]:
-        """Return the fraction of parameter elements that the updates changed. Only these change in the engines. The
-        dict is empty if no parameter is rounded from a main weight."""
+        """Return the fraction of parameter elements that the updates changed. Only these elements change in the
+        engines. The dict is empty if no parameter is rounded from a main weight."""
         share = self._changed_share.take()
         return {} if share is None else {"update/changed_frac": Metric(share)}
 
@@ -198,8 +198,8 @@ class ActorWorker(TrainerWorker):
         return {name: (columns[:, 0].cpu() - engine[name]).tolist() for name, columns in scored.items()}
 
     def _weights_of(self, policy: Policy) -> AbstractContextManager[None]:
-        """Return a context manager within which the model has this policy's weights. For a model with adapters, the
-        reference is the model without adapters."""
+        """Return a context manager that gives the model this policy's weights. For a model with adapters, the reference
+        is the model without adapters."""
         if policy == "old":
             return nullcontext()
         if self.adapters is not None:

@@ -60,7 +60,7 @@ class DenoiserWorker(ActorWorker):
 
     @property
     def _reports_metrics(self) -> bool:
-        """Context-parallel ranks compute the same loss and the same metrics."""
+        """Whether this rank reports metrics. Context-parallel ranks compute the same ones, so only one of them does."""
         return parallel.returns_results()
 
     def _accumulate_gradients(
@@ -97,7 +97,7 @@ class DenoiserWorker(ActorWorker):
         return [collate_steps(members, self._step_weights(members)) for members in batch.members]
 
     def _step_weights(self, members: Sequence[SampleRef]) -> dict[int, float]:
-        """Return the factor of each denoising step's loss."""
+        """Return step number -> factor of the step's loss."""
         if not members:
             return {}
         keys, weight = self._config.rollout.denoising, self._config.algorithm.objective.step_weight
@@ -147,7 +147,8 @@ class DenoiserWorker(ActorWorker):
         self._velocities.clear()
 
     def _documents(self, batch: StepBatch) -> list[Document]:
-        """Return the documents of each row: one with its caption and, under guidance, one with the empty caption."""
+        """Return the documents of each row: one with its caption and, under guidance, one with the empty caption. An
+        empty batch has one dummy document."""
         target = device.device()
         documents = []
         for latents, sigma, caption in zip(batch.latents, batch.sigma.tolist(), batch.captions, strict=True):

@@ -1,4 +1,4 @@
-"""One rank of a model that only runs forward passes, and whose weights may be offloaded while it is idle."""
+"""One rank of a model that only runs forward passes. Its weights may be offloaded while it is idle."""
 
 from __future__ import annotations
 

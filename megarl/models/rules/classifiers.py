@@ -39,7 +39,7 @@ def classifier_kind_fits_objective(config: Config, kind: Kind) -> Iterator[str]:
         yield (
             f"{path_of(config, config.actor)}: its architecture is {names[kind]}, but "
             f"algorithm.objective.name={objective.name} trains {names[expected]}. Fix: use a {names[expected]} model, "
-            "or a language model, to which megarl adds a new head"
+            "or a language model; megarl adds a new head to it"
         )
 
 

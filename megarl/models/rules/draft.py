@@ -1,4 +1,5 @@
-"""Check the config and the config.json of a model that drafts tokens for compatibility, as in `megarl.models.rules`."""
+"""Check whether the config is compatible with the config.json of a model that drafts tokens, as in
+`megarl.models.rules`."""
 
 from __future__ import annotations
 

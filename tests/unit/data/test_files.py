@@ -183,7 +183,10 @@ def test_source_that_is_not_a_data_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"rows\.parquet: not a Parquet file"):
         read(tmp_path / "rows.parquet")
     absent, unknown = tmp_path / "absent.jsonl", Path("arithmetics")
-    with pytest.raises(ValueError, match=r"^data\.more_sources=.*absent\.jsonl: not a file\. Fix: correct the path$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^data\.more_sources=.*absent\.jsonl: not a file\. Fix: set data\.more_sources to .*$",
+    ):
         require_data_file(absent, "data.more_sources")
     fix = "Fix: use arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet file"
     with pytest.raises(ValueError, match=rf"^data\.source=arithmetics: unknown data source\. {re.escape(fix)}$"):

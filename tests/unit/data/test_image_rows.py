@@ -275,9 +275,10 @@ PLACE = "train.jsonl:2"
         ),
         (
             {"prompt": "<image>", "images": "missing.png"},
-            f"{PLACE}: image 1 (missing.png): it cannot be read (No such file or directory). Fix: correct the path",
+            f"{PLACE}: image 1 (missing.png): it cannot be read (No such file or directory). Fix: use the path "
+            "of a readable image file",
         ),
-        ({"prompt": "<image>", "images": "."}, f"{PLACE}: image 1 (.): it is not a regular file. Fix: correct the"),
+        ({"prompt": "<image>", "images": "."}, f"{PLACE}: image 1 (.): it is not a regular file. Fix: use the"),
         (
             {"prompt": "<image>", "images": "train.jsonl"},
             f"{PLACE}: image 1 (train.jsonl): it is not an image in a supported format",

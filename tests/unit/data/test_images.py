@@ -261,7 +261,7 @@ def test_models_without_a_known_processor_are_rejected(tmp_path: Path) -> None:
 )
 def test_invalid_processor_settings_are_rejected(tmp_path: Path, file: str, settings: dict, reason: str) -> None:
     (tmp_path / file).write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=rf"invalid settings of the image processor \({reason}.*Fix: copy prep"):
+    with pytest.raises(UserError, match=rf"invalid image processor settings \({reason}.*Fix: copy prep"):
         ImageProcessor.of(tmp_path)
 
 

@@ -167,7 +167,7 @@ def test_data_hash_includes_images(folder: Path) -> None:
         (
             [message("user", "<image>"), message("assistant", "a")],
             "missing.png",
-            "rows.jsonl:1: image 1 (missing.png): it cannot be read (No such file or directory). Fix: correct",
+            "rows.jsonl:1: image 1 (missing.png): it cannot be read (No such file or directory). Fix: use the path",
         ),
     ],
 )

@@ -78,7 +78,7 @@ def test_data_hash_covers_captions(tmp_path):
 
 def test_messages_are_not_captions(tmp_path):
     file = jsonl(tmp_path, "a cat", [{"role": "user", "content": "a cat"}])
-    with pytest.raises(UserError, match=r"train\.jsonl:2: column 'prompt' \(data\.prompt_column\) has messages, but a"):
+    with pytest.raises(UserError, match=r"train\.jsonl:2: column 'prompt' \(data\.prompt_column\) contains messages, but a"):
         load_prompts(images(config_of(file)), tmp_path)
 
 
@@ -135,7 +135,7 @@ def test_prompt_may_fill_but_not_exceed_the_context(model_folder, tmp_path):
 
 
 def test_row_that_cannot_be_tokenized_is_named(model_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"train\.jsonl:2: the prompt has no tokens"):
+    with pytest.raises(ValueError, match=r"train\.jsonl:2: the prompt renders as empty text"):
         load_prompts(config_of(jsonl(tmp_path, "a", ""), chat_template=False), model_folder)
     messages = [{"role": "user", "content": "a"}]
     with pytest.raises(ValueError, match=r"train\.jsonl:1: a list of messages requires a chat template"):

@@ -299,7 +299,8 @@ def test_number_of_calls_is_limited(name, monkeypatch):
     *calls, rest = read(name, begin + call * 3000 + end)
     assert [type(each) for each in calls] == [ToolCall] * 64 and len(parsed) == 65
     assert (
-        isinstance(rest, MalformedCall) and rest.reason == "a turn may have 64 tool calls; further calls were not run"
+        isinstance(rest, MalformedCall)
+        and rest.reason == "a turn may have at most 64 tool calls; further calls were not run"
     )
 
 

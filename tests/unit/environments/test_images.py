@@ -201,7 +201,7 @@ FAILURES = {
     "many": "the messages have more than 64 images. Fix: return fewer images",
     "as is": "an observation with as_is=True cannot have images. Fix: set as_is=False",
     "ids": "Opening.token_ids cannot have images. Fix: return only the messages",
-    "placeholder": "token_ids contain the placeholder of images. Fix: return messages with image parts instead",
+    "placeholder": "token_ids contain image placeholders. Fix: return messages with image parts instead",
 }
 
 

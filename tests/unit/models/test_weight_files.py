@@ -196,11 +196,11 @@ MXFP4_DAMAGES = {
     ),
     "other scales": (
         lambda tensors: tensors.update({f"{OSS_EXPERTS}.down_proj_scales": torch.ones(2, 6, 3)}),
-        "down_proj_scales are not bytes of MXFP4 blocks and their scales. Fix: download it again",
+        "down_proj_scales do not have the dtype and shapes of MXFP4 blocks and scales. Fix: download it again",
     ),
     "other blocks": (
         lambda tensors: tensors.update({f"{OSS_EXPERTS}.down_proj_blocks": torch.ones(2, 6, 3, 16)}),
-        "down_proj_scales are not bytes of MXFP4 blocks",
+        "down_proj_scales do not have the dtype and shapes of MXFP4",
     ),
     "flat blocks": (
         lambda tensors: tensors.update({f"{OSS_EXPERTS}.down_proj_blocks": torch.ones(2, 6)}),

@@ -223,8 +223,8 @@ def test_reward_that_fails_on_the_first_answer_fails_the_check(
     stacks = {lines[i]: lines[i + 1 : end] for i, end in zip(starts, [*starts[1:], len(lines)], strict=True)}
     errors = {
         name: f"megarl: error: rewards.functions: {name} {failure} on sample prompts.jsonl:1 (megarl used the row's "
-        "answer as the response in this trial). Fix: correct the reward function, which must return a finite number "
-        "or a bool"
+        "answer as the response in this trial). Fix: make the reward function return a finite number or a bool for "
+        "any response"
         for name, failure in failures.items()
     }
     assert sorted(stacks) == sorted(errors.values())
@@ -273,7 +273,7 @@ def test_reward_that_fails_on_a_wrong_response_fails_the_check(
     failures["only_text"] = "returned NoneType instead of a finite number or a bool"
     assert sorted(errors) == sorted(
         f"megarl: error: rewards.functions: {name} {failure} on sample rows.jsonl:1 (megarl used an empty response in "
-        "this trial). Fix: correct the reward function, which must return a finite number or a bool"
+        "this trial). Fix: make the reward function return a finite number or a bool for any response"
         for name, failure in failures.items()
     )
     assert lines.count("    Traceback (most recent call last):") == 2

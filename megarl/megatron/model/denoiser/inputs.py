@@ -62,8 +62,8 @@ class DocumentStream(PackedSeqParams):
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor], sequence_parallel: bool, is_rotated: bool = True) -> DocumentStream:
-        """Build the stream of documents from their tokens' rotations and the filler's; with `is_rotated=False`, only
-        the lengths of the parts matter."""
+        """Build the stream. `parts` holds the rotations of each document's tokens, then those of the filler. With
+        `is_rotated=False`, only the lengths of the parts matter."""
         lengths, target = tuple(map(len, parts)), parts[0].device
         numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         shares = consecutive_shares(len(numbers))
@@ -90,7 +90,7 @@ class DenoiserInput:
     Attributes:
         patch: height and width of an image token.
         patches: float32 [X/cp, patch channels], the image tokens on this context-parallel rank.
-        captions: [Y/cp, caption channels], its caption tokens.
+        captions: [Y/cp, caption channels], the caption tokens on this rank.
         sigmas: float32 [D], the documents' noise levels.
         images, texts: the two kinds of tokens as separate streams.
     """

@@ -95,7 +95,8 @@ class SandwichLayer(TransformerLayer):
         return hidden_states + gate_mlp(self.post_mlp_layernorm(out)), context
 
     def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> Sequence[Scaling]:
-        """Return the scalings of the attention's input and output, then those of the MLP's."""
+        """Return the functions that scale the attention's input and output, then those for the MLP's input and
+        output."""
         return [_unchanged] * 4
 
 

@@ -132,7 +132,7 @@ class TwoStreamLayer(TransformerLayer):
     def _attend(
         self, images: torch.Tensor, captions: torch.Tensor, streams: TwoStreams
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the outputs of joint attention for images and captions, whose inputs are [tokens, 1, hidden]. The
+        """Return the outputs of joint attention for images and captions. Both inputs are [tokens, 1, hidden]. The
         caption output is None in the last layer."""
         assert streams.images is not None and streams.texts is not None
         (image_query, *image_sources), (caption_query, *caption_sources) = (

@@ -58,7 +58,7 @@ def test_text_model_without_its_tower_converts(tmp_path: Path) -> None:
     assert written.keys() == {name.replace("model.language_model.", "model.") for name in text}
     assert read_config(tmp_path / "back")["architectures"] == ["Qwen3_5ForCausalLM"]
     other = tiny_vision.build(tmp_path / "other", "qwen3_vl")
-    with pytest.raises(UserError, match="has no vision tower, without which vLLM cannot run models of type qwen3_vl"):
+    with pytest.raises(UserError, match="has no vision tower, but vLLM requires one to run models of type qwen3_vl"):
         megatron_to_huggingface(tmp_path / "out", tmp_path / "refused", huggingface=other)
 
 
