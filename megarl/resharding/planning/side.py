@@ -85,7 +85,7 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
         return (
             f"set tp in --to to a divisor of {num_sources:,} ({num_sources:,} / {workers} = {num_sources / workers:g})"
         )
-    return "change dp in --from or --to"
+    return "set dp in --from or --to so that both have the same number of ranks"
 
 
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
@@ -140,7 +140,7 @@ def _check_stages(layout: Layout, num_layers: int) -> None:
         return
     each = -(-num_layers // layout.pp)
     last = num_layers - each * (layout.pp - 1)
-    remedy = f"add last_stage_layers={last}, so that each other stage has {each} layers" if last > 0 else "lower pp"
+    remedy = f"add last_stage_layers={last}, so that each other stage has {each} layers" if last > 0 else f"set pp to a divisor of {num_layers}"
     raise UserError(
         f"pp={layout.pp}: num_hidden_layers={num_layers} is not divisible by pp={layout.pp} "
         f"({quotient(num_layers, layout.pp)}). Fix: {remedy}"

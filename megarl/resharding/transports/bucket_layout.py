@@ -73,7 +73,7 @@ def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.
     offset, min_bytes = 0, messages.UNPACKED_BYTES_NCCL if device.uses_nccl() else messages.UNPACKED_BYTES
 
     def order(item: tuple[Move, Place]) -> tuple[bool, int]:
-        """Put unpacked moves first, then larger dtypes, so that all moves are aligned."""
+        """Sort unpacked moves first, then larger dtypes first, so that all moves are aligned."""
         return not messages.is_unpacked(item[0], min_bytes), -ITEM_BYTES[item[0].destination_dtype]
 
     for move, place in sorted(moves, key=order):

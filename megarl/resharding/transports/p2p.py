@@ -257,8 +257,8 @@ class PointToPoint:
     def _barrier(self, name: str, others: Sequence[int]) -> None:
         """Wait until the given members reach the same barrier.
 
-        Called before NCCL creates a communicator and before each direction's first batch, in which it connects two
-        ranks: NCCL waits for peers without a timeout.
+        Called before NCCL creates a communicator, and before the first batch in each direction, which connects the two
+        ranks. NCCL waits for peers without a timeout.
         """
         keys = [f"{name}: {member}" for member in others]
         self._store.set(f"{name}: {self._rank}", "here")
