@@ -147,6 +147,6 @@ def _results_name(file: Path, content: bytes) -> str:
 
 
 def _number(rollout_id: str) -> tuple[bool, int]:
-    """Sort key of a rollout in its group: its number; a greedy rollout is last."""
+    """Return the sort key of a rollout in its group: rollouts are sorted by number, and a greedy rollout is last."""
     number = rollout_id.rpartition(".")[2]
     return (False, int(number)) if number.isdecimal() else (True, 0)

@@ -29,7 +29,7 @@ COLUMNS = {
     "extra_info": "extra_info",
     "extra_infos": "extra_info",
 }
-"""verl's parameters for data columns -> the column."""
+"""verl's parameter -> the data column that it receives."""
 
 COMPLETIONS, TOKEN_IDS = TRL = ("completions", "completion_ids")
 """Parameters that identify a function for TRL, whose remaining parameters name columns."""

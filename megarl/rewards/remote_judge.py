@@ -64,9 +64,9 @@ class GenerativeJudge:
     - If the server returns status 500 or does not answer in time, but answers the question with an empty response, the
       response gets the worst rating.
 
-    The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. Scoring fails for
-    responses whose question the server does not answer even with an empty response, and for all unrated responses if
-    most responses of a step are unrated.
+    The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. Scoring fails if the
+    server does not answer a question even with an empty response. It also fails for all unrated responses if most
+    responses of a step are unrated.
     """
 
     def __init__(

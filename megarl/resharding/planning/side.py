@@ -140,7 +140,9 @@ def _check_stages(layout: Layout, num_layers: int) -> None:
         return
     each = -(-num_layers // layout.pp)
     last = num_layers - each * (layout.pp - 1)
-    remedy = f"add last_stage_layers={last}, so that each other stage has {each} layers" if last > 0 else f"set pp to a divisor of {num_layers}"
+    remedy = f"set pp to a divisor of {num_layers}"
+    if last > 0:
+        remedy = f"add last_stage_layers={last}, so that each other stage has {each} layers"
     raise UserError(
         f"pp={layout.pp}: num_hidden_layers={num_layers} is not divisible by pp={layout.pp} "
         f"({quotient(num_layers, layout.pp)}). Fix: {remedy}"
