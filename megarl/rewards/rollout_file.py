@@ -95,8 +95,8 @@ def append_rollouts(
 
 
 def has_token_details(sample_id: str, num_groups: int) -> bool:
-    """Return whether a sample, STEP.GROUP.NUMBER, is in the first groups of its step, which have token details. Given
-    responses have none, because no engine has computed their log-probs."""
+    """Return whether the sample STEP.GROUP.NUMBER has token details: it is in one of its step's first `num_groups`
+    groups, and is not a given response, because no engine has computed log-probs for those."""
     group = sample_id.split(".")[1:2]
     return bool(group) and int(group[0]) < num_groups and not sample_id.endswith(f".{GIVEN}")
 

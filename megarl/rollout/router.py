@@ -39,7 +39,7 @@ def completed(results: list[T] | Aborted) -> list[T]:
 
 
 Abort = Callable[[str, Collection[str]], object]
-"""Function (engine, groups) that aborts the groups on the engine. The name of a group is that of its first rollout."""
+"""Function (engine, groups) that aborts the groups on the engine. A group is named after its first rollout."""
 
 
 class Router:

@@ -26,7 +26,7 @@ from megarl.core.prompt_images import PromptImage
 from megarl.data.images import ImageProcessor
 
 IMAGE = "image"
-"""vLLM's name of the modality."""
+"""vLLM's name for the modality."""
 
 PIXELS = "mm_processor_kwargs"
 """vLLM's argument for image size limits; set only for engines with a vision tower."""
@@ -67,8 +67,8 @@ class ImageInputs:
         return cls(ImageProcessor.of(Path(arguments["model"]), **arguments[PIXELS]))
 
     async def load(self, images: Sequence[PromptImage]) -> list[MultiModalKwargsItem]:
-        """Compute the images' patches in threads. Requests share an image's patches as long as any of them holds them.
-        Raise a UserError if the patches do not match the prompt's placeholders."""
+        """Compute the images' patches in threads. Requests for the same image share its patches, which are freed after
+        the last of these requests. Raise a UserError if the patches do not match the prompt's placeholders."""
         return list(await asyncio.gather(*map(self._item, images)))
 
     def prompt(
