@@ -25,7 +25,9 @@ def refusal(error: Exception, section: EngineSection, overrides: Mapping[str, An
     if OUT_OF_MEMORY.search(reason):
         return None
     given = f"{section}.vllm_overrides={dict(overrides)}" if overrides else section
-    remedy = "change or remove the rejected argument" if overrides else f"change the key of {section} that sets the rejected argument"
+    remedy = f"change the key of {section} that sets this argument"
+    if overrides:
+        remedy = "change or remove the rejected argument"
     return UserError(f"{given}: vLLM rejects the engine's arguments: {reason}. Fix: {remedy}")
 
 

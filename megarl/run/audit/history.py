@@ -178,9 +178,9 @@ class History:
             )
 
     def _set(self, content: Mapping[str, Any]) -> None:
-        """Read the settings of an attempt."""
+        """Check and store the settings of an attempt."""
         for name in ("max_staleness", "prompts_per_step"):
-            require(content[name] is None or natural(content[name]) >= 0, f"a number {name}", shown(content[name]))
+            require(content[name] is None or natural(content[name]) >= 0, f"a number or null as {name}", shown(content[name]))
         natural(content["data"]["rows"])
         self.settings = self.attempts[natural(content["attempt"])] = dict(content)
 
@@ -219,7 +219,7 @@ class History:
                 require(is_equal, f"engines with the trainer's checksum {trainer}", shown(engines))
 
     def _check_same(self, step: int, earlier: Mapping[str, Any], weights: Mapping[str, Any]) -> bool:
-        """Check that the weights after `step` have the same checksums again. Return whether they can be compared."""
+        """Check that the weights of `step` have the same checksums as before. Return whether any could be compared."""
         compared = [scope for scope in SCOPES if scope in earlier and scope in weights]
         compared = [scope for scope in compared if earlier[scope]["regions"] == weights[scope]["regions"]]
         for scope in compared:
