@@ -27,7 +27,7 @@ class LogprobCheck:
             ImageCanaries.of(config, workers) if config.samples_images else Canaries.of(config, workers, data)
         )
         self._is_explained = False
-        """Whether possible causes have been checked, which a run that continues after a warning does only once."""
+        """Whether the possible causes have been checked. A run that continues after a warning checks them only once."""
 
     def begin(self) -> None:
         """Check the canary prompts before the first step, if logprob_check.canaries is set. Raise PermanentFailure if

@@ -38,7 +38,7 @@ class Group:
         item: the prompt's row in the data, and the weight version at the start of its rollouts.
         prompt: the prompt with references to its images.
         order: position among all groups in this attempt.
-        place: position among the groups that were submitted together, and so in the result of `pending`.
+        place: position among the groups that were submitted together, and in the result of `pending`.
     """
 
     item: PendingPrompt
@@ -128,8 +128,8 @@ class RolloutQueue:
         )
 
     def begin(self, number: int, wanted: int) -> None:
-        """Start the groups that may start during this step, which takes the next `wanted` groups. Prompts with dropped
-        rollouts come first, and the step waits for them."""
+        """Start the groups that may start during this step. `wanted` is the number of groups that the step still takes.
+        Prompts with dropped rollouts come first, and the step waits for them."""
         if number != self._step:
             self._step, self._num_in_step = number, 0
         num_again, num_earlier = min(len(self.state.again), self._schedule.num_to_wait_for(wanted)), len(self._schedule)

@@ -20,7 +20,8 @@ Advantage of trained token t of sample s:
     gae                    x_t, d_t and k_t are rewards of their tokens
 
 gdpo compares the rewards that make up R one by one: each reward function, the environment's reward and the length
-reward. The rest of R, which is Σ_s Σ_t k_t and with credit=whole also d_t, is compared as one more, without a scale.
+reward. The rest of R, which is Σ_s Σ_t k_t and with credit=whole also d_t, is compared as an additional reward, without
+a scale.
 
 gigpo adds an advantage for the token's turn. The turns of a rollout are those of all its samples, in the order in which
 they were sampled. Each has its turn rewards; the last one also receives outcome + Σ_s length_s − Σ_s Σ_t x_t.

@@ -180,7 +180,8 @@ class History:
     def _set(self, content: Mapping[str, Any]) -> None:
         """Check and store the settings of an attempt."""
         for name in ("max_staleness", "prompts_per_step"):
-            require(content[name] is None or natural(content[name]) >= 0, f"a number or null as {name}", shown(content[name]))
+            is_valid = content[name] is None or natural(content[name]) >= 0
+            require(is_valid, f"a number or null as {name}", shown(content[name]))
         natural(content["data"]["rows"])
         self.settings = self.attempts[natural(content["attempt"])] = dict(content)
 
