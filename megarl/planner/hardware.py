@@ -96,11 +96,11 @@ class Cluster:
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of a GPU that a plan may use."""
+        """Memory in bytes that a plan may use on each GPU."""
         return self.gpu.memory_gib * GIB * (1 - self.headroom)
 
     def describe_memory(self) -> str:
-        """Describe the memory of a GPU that a plan may use."""
+        """Describe the memory that a plan may use on each GPU."""
         if not self.headroom:
             return f"{self.gpu.memory_gib:g} GiB"
         return f"{self.memory_bytes / GIB:.1f} of {self.gpu.memory_gib:g} GiB (--headroom {self.headroom:g})"

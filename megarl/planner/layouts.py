@@ -42,7 +42,7 @@ def broken_rules(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
 
 
 def _model_violations(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
-    """Return an error line for each rule on the model's config.json that the recipe breaks."""
+    """Return an error line for each rule that the recipe breaks for a model with this config.json."""
     try:
         check_model(config, hf_config)
     except UserError as error:

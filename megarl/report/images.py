@@ -22,8 +22,8 @@ PNG_SIZE = slice(16, 20), slice(20, 24)
 
 IMAGE, PREVIEW = "image", "preview"
 URI, IS_SMALL = "image_uri", "image_is_small"
-"""Fields of an embedded image: its data URI, and whether it is a PNG image with both sides below SMALL_SIDE, which the
-page enlarges with sharp pixels."""
+"""Fields of an embedded image: its data URI, and whether it is a PNG image with both sides below SMALL_SIDE. The page
+enlarges such images with sharp pixels."""
 
 
 def image_fields(record: Mapping[str, Any]) -> dict[str, Any]:

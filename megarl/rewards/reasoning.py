@@ -51,7 +51,7 @@ class ReasoningGym:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(
                 f"reasoning_gym: {task} cannot score the row's own answer ({reason}). Fix: use the "
-        "answer and metadata of a generated entry, or drop the row"
+                "answer and metadata of a generated entry, or drop the row"
             ) from None
 
     def __call__(

@@ -311,7 +311,7 @@ def describe(config: Config) -> list[str]:
         lines.append(
             f"rollouts: each step starts {ahead} more prompts than the {config.batch.prompts_per_step} that it trains "
             f"on, and trains on the prompts that finish first. megarl drops rollouts that are more than {staleness} "
-            "versions old and restarts their prompts, which the step waits for (rollout.on_stale=drop)"
+            "versions old, restarts their prompts, and waits for these prompts (rollout.on_stale=drop)"
         )
         lines.append(
             "megarl: note: megarl drops long responses more often than short ones. Training still uses each prompt "

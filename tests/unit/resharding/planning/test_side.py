@@ -63,7 +63,11 @@ def test_engine_and_folder_sides():
             True,
             r"num_hidden_layers=5 is not divisible by pp=2 \(5 / 2 = 2.5\). Fix: add last_stage_layers=2, so that ",
         ),
-        ("pp=4", True, r"pp=4: num_hidden_layers=5 is not divisible by pp=4 \(5 / 4 = 1.25\). Fix: set pp to a divisor of 5"),
+        (
+            "pp=4",
+            True,
+            r"pp=4: num_hidden_layers=5 is not divisible by pp=4 \(5 / 4 = 1.25\). Fix: set pp to a divisor of 5",
+        ),
         ("vllm:tp=1", True, "vllm is not a source. Fix: pass"),
         ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination. Fix: pass"),
         ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 attention heads are not divisible by 4"),
