@@ -37,7 +37,7 @@ def embed_images(rollouts: Path, samples: Iterable[dict[str, Any]]) -> int:
 
     Args:
         rollouts: the samples' JSONL file.
-        samples: lines of the file, to which the fields URI and IS_SMALL are added.
+        samples: lines of the file. The fields URI and IS_SMALL are added to them.
     """
     num_bytes = num_omitted = 0
     for sample in samples:

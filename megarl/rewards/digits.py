@@ -16,7 +16,7 @@ HEIGHT, WIDTH = 16, 12
 
 FONT_SIZES = (14, 15)
 SHIFTS = (-1, 0, 1)
-"""Font sizes, and shifts in pixels of a cell, at which a digit is recognized."""
+"""Font sizes, and shifts of a cell in pixels, that are compared with the image."""
 
 MARGIN = 0.2
 """The score rises linearly while the difference between two digits' correlations grows from −MARGIN/2 to MARGIN/2."""

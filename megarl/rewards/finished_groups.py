@@ -22,7 +22,7 @@ class FinishedGroups:
 
         Args:
             num_rollouts: number of rollouts in a group, including a greedy one.
-            fetch: returns samples with encoded images in place of references to them. It is called in a thread.
+            fetch: returns samples with encoded images instead of references to images. It is called in a thread.
         """
         self._num_rollouts, self._fetch = num_rollouts, fetch
         self._folder: Path | None = None

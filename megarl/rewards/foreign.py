@@ -32,7 +32,7 @@ COLUMNS = {
 """verl's parameter -> the data column that it receives."""
 
 COMPLETIONS, TOKEN_IDS = TRL = ("completions", "completion_ids")
-"""Parameters that identify a function for TRL, whose remaining parameters name columns."""
+"""Parameters that identify a function for TRL. Its remaining parameters name columns."""
 
 UNAVAILABLE = frozenset({TOKEN_IDS, "trainer_state", "log_extra", "log_metric", "environments"})
 """Arguments that TRL passes to reward functions and megarl does not."""

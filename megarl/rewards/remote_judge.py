@@ -185,7 +185,7 @@ class GenerativeJudge:
 
         Args:
             images: data: URLs.
-            probes: requests with empty responses in this call, which the responses to a prompt share.
+            probes: this call's requests with empty responses. All responses to a prompt share one.
         """
         rejection: Rejected | None = None
         ask = partial(self._ask, client, images)

@@ -48,7 +48,8 @@ from megarl.step import logprob_check, passes, queue
 from megarl.step.state import PendingPrompt, RunState
 
 LOCK_S = 180.0
-"""Seconds that an attempt of a Slurm job waits for the lock of the previous attempt, whose node may have failed."""
+"""Seconds that an attempt of a Slurm job waits for the lock of the previous attempt. That attempt's node may have
+failed."""
 
 NO_PATHS: Mapping[str, str] = {}
 NO_SETS: Mapping[str, PromptSet] = {}

@@ -408,7 +408,7 @@ def test_plan_works_without_heavy_libraries(planned_model: str, tmp_path: Path) 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n1  " in done.stdout and "mostly" in done.stdout
-    assert "of 79.6 GiB, of which 8 % stay free (--headroom 0.08):" in done.stdout
+    assert "of 79.6 GiB with 8 % kept free (--headroom 0.08):" in done.stdout
     assert "rejected: actor.layout.tp=8: 28 attention heads are not divisible by 8 (28 / 8 = 3.5)" in done.stdout
     simulated = done.stdout.partition("simulated, by rollout.max_staleness:\n")[2].splitlines()
     assert [line.split()[0] for line in simulated[1:5]] == ["0", "1", "2", "4"]

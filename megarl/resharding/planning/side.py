@@ -59,8 +59,8 @@ def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list
 def colocate(
     source: str, sources: Sequence[Holder], destination: str, destinations: Sequence[Holder]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Place source rank i and destination rank i on device i. Raise a UserError, which contains the option values
-    `source` and `destination`, if a device does not have exactly one source rank and one destination rank."""
+    """Place source rank i and destination rank i on device i. Raise a UserError if a device does not have exactly one
+    source rank and one destination rank. Its message contains the option values `source` and `destination`."""
     for option, text in (("--from", source), ("--to", destination)):
         if text == "hf":
             raise UserError(f"--colocated: {option} hf is a folder, which has no devices. Fix: omit --colocated")

@@ -58,7 +58,7 @@ class BucketLayout:
         return (*self.unpacked, *self.packed)
 
     def messages(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield one tensor per message, from which to send or into which to receive."""
+        """Yield the tensor to send or to receive into, for each message."""
         for part in self.unpacked:
             elements = part.in_buffer(buffer)
             yield part.of(parameters) if elements is None else elements

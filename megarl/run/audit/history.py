@@ -22,7 +22,7 @@ MAX_REASONS = 5
 """Maximum number of distinct reasons that a proof lists."""
 
 MAX_ROWS = 2**23
-"""Maximum number of rows in the data for which the order of an epoch is computed, which takes seconds."""
+"""Maximum number of data rows for which the order of an epoch is computed. The computation takes seconds."""
 
 COUNTS = ("draw", "row", "rollouts", "samples", "turns", "tokens", "failed")
 TABLE = (*COUNTS, "prompt", "group", "oldest", "newest")
@@ -292,7 +292,7 @@ class History:
             self.num_draws += 1
 
     def _take(self, step: int, table: Mapping[str, Sequence[Any]]) -> None:
-        """Take the rows of a table's groups, which must be drawn and not yet taken."""
+        """Take the rows of a table's groups. Each row must be drawn and not yet taken."""
         for name in COUNTS:
             naturals(table[name])
         for draw, row in zip(table["draw"], table["row"], strict=True):
