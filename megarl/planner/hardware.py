@@ -139,7 +139,7 @@ def read_cluster(text: str, gpus_per_node: int = 8, headroom: float = 0.0) -> Cl
     if match is None:
         raise UserError(f"--gpus {text}: expected a GPU count and type. Fix: use a form such as 64xH100-80GB")
     if gpus_per_node < 1:
-        raise UserError(f"--nodes-of {gpus_per_node}: expected at least one GPU per node. Fix: use a positive number")
+        raise UserError(f"--nodes-of {gpus_per_node}: expected at least one GPU per node. Fix: use 1 or more")
     if not 0 <= headroom < 1:
         raise UserError(
             f"--headroom {headroom:g}: expected a fraction of at least 0 and below 1. Fix: use {HEADROOM:g}"

@@ -107,7 +107,7 @@ class Peer:
     def send(self, message):
         data = json.dumps(message).encode()
         if len(data) > MAX_MESSAGE_BYTES:
-            raise ValueError("the values are too large")
+            raise ValueError(f"the values exceed {MAX_MESSAGE_BYTES >> 20} MiB")
         data = memoryview(b"%d\n%b" % (len(data), data))
         try:
             while data:

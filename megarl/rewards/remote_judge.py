@@ -115,7 +115,9 @@ class GenerativeJudge:
         if type(max_pixels) is not int or max_pixels < 1:
             raise ValueError(f"options.max_pixels={max_pixels!r}: must be a positive integer. Fix: use 1 or more")
         if api_key_env is not None and not os.environ.get(api_key_env):
-            raise ValueError(f"options.api_key_env={api_key_env}: this environment variable is not set. Fix: export it")
+            raise ValueError(
+                f"options.api_key_env={api_key_env}: this environment variable is not set. Fix: set it to the API key"
+            )
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._headers = {} if api_key_env is None else {"Authorization": f"Bearer {os.environ[api_key_env]}"}
         self._question = {"model": model, "max_tokens": max_tokens, "temperature": temperature}

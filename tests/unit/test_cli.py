@@ -246,7 +246,10 @@ SETS = "evaluation.sets=[{name: a}]"
             [SETS, "cluster.nodes=2"],
             "cluster.nodes=2: megarl evaluate runs on a single machine. Fix: set cluster.nodes=1",
         ),
-        ([SETS, "--out", "FOLDER"], "--out FOLDER: the folder already exists. Fix: pass a different folder"),
+        (
+            [SETS, "--out", "FOLDER"],
+            "--out FOLDER: the folder already exists. Fix: pass a path that does not exist yet",
+        ),
         ([SETS], "model.path=/no/model: does not exist. Fix: use a Hugging Face folder"),
     ],
 )

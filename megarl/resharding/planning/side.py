@@ -158,7 +158,7 @@ def _fields(text: str, known: Collection[str]) -> dict[str, str]:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             raise UserError(f"unknown name {name}. Fix: use {near[0] if near else 'one of ' + ', '.join(known)}")
         if name in fields:
-            raise UserError(f"{name} appears twice. Fix: remove one")
+            raise UserError(f"{name} appears twice. Fix: pass {name} once")
         fields[name] = value
     return fields
 

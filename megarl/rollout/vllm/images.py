@@ -130,7 +130,7 @@ class ImageInfo(BaseProcessingInfo):
         return ImageProcessor.of(Path(self.ctx.model_config.model), **limits)
 
     def max_tokens(self, context_length: int) -> int:
-        """Return the maximum number of features of an image in a context of this length."""
+        """Return the maximum number of features that an image may have in a context of this length."""
         settings = self.processor.processor
         side = settings.patch_size * settings.merge_size
         return max(1, min(settings.size["longest_edge"] // side**2, context_length))
