@@ -89,8 +89,8 @@ class LogprobCheck:
         if not all(evidence.agrees for evidence in measured.values()):
             explained = self._canaries.explain(answers, measured)
             raise PermanentFailure(
-                f"logprob_check: {when}, {describe_differences(explained)}\nFix: apply the fix of the most likely cause, or "
-                "set logprob_check.canaries=off to disable this check"
+                f"logprob_check: {when}, {describe_differences(explained)}\nFix: apply the fix of the most likely "
+                "cause, or set logprob_check.canaries=off to disable this check"
             )
         return {
             "mismatch/canary_greedy_abs_mean": Metric(max(evidence.greedy for evidence in measured.values())),
