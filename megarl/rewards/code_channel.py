@@ -71,7 +71,7 @@ def is_sent_by_name(value):
 
 
 def items_of(value):
-    """Return the items of a mutable value, which is an instance of a type in ITEMS, or a record with attributes."""
+    """Return the items of a mutable value. Its type is in ITEMS, or it is a record with attributes."""
     items = ITEMS.get(full_name(type(value)))
     return [part for pair in vars(value).items() for part in pair] if items is None else items(value)
 

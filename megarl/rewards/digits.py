@@ -16,7 +16,7 @@ HEIGHT, WIDTH = 16, 12
 
 FONT_SIZES = (14, 15)
 SHIFTS = (-1, 0, 1)
-"""Font sizes, and shifts of a cell in pixels, that are compared with the image."""
+"""Font sizes, and shifts in pixels, of the renderings that the image is compared with."""
 
 MARGIN = 0.2
 """The score rises linearly while the difference between two digits' correlations grows from −MARGIN/2 to MARGIN/2."""

@@ -1,4 +1,5 @@
-"""Files with finished groups of rollouts: one per group, and one with the results of the reward functions."""
+"""Files with finished groups of rollouts: one file per group, and one with the results of the group's reward
+functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reject reward functions with the signature of another trainer. The error shows a wrapper for them.
+"""Reject reward functions with another trainer's signature. The error contains a wrapper.
 
 They are not adapted automatically: which column contains the prompt or the reference answer cannot be inferred from a
 signature, and a wrong guess would train on wrong rewards.

@@ -303,7 +303,7 @@ class PointToPoint:
             ) from error
 
     def _fill_message(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[Message]:
-        """Return the message of a hop with its bucket packed."""
+        """Pack the hop's bucket into a message, and return the message."""
         for message in self._in_flight:
             if message.bucket == hop.bucket:
                 yield from self._arrive(message)
