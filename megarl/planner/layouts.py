@@ -52,7 +52,7 @@ def _model_violations(config: Config, hf_config: Mapping[str, Any]) -> list[str]
 
 class Sizes:
     """Powers of two that split the model evenly, for each kind of parallelism. refused: an error line for each power of
-    two, up to the cluster's maximum, that does not."""
+    two, up to the cluster's maximum, that does not split it evenly."""
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], model: ModelParameters, cluster: Cluster):
         """Find the valid sizes. Raise a UserError if the recipe breaks a rule in every layout."""
