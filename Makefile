@@ -86,7 +86,7 @@ test-ranks: $(DONE) $(ENGINE_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 test-units: $(DONE) $(ENGINE_DONE) $(SOURCES_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
-	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=3 $(BY_FILE) $(SLOWEST) | sed --unbuffered 's/^/units | /'
+	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=2 $(BY_FILE) $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
 test-fast: $(DONE) $(ENGINE_DONE) $(SOURCES_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 $(BY_FILE) $(SLOWEST)
@@ -153,7 +153,7 @@ test-sandbox: $(DONE)
 # because each has its own machines and mostly waits.
 test-cluster: $(DONE)
 	$(CLUSTER_PACKAGES)
-	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=3 $(BY_FILE) --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=2 $(BY_FILE) --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
 
 # Tests pages in a browser. Requires root if Chromium is not installed. SCREENSHOTS=FOLDER saves screenshots.
 test-browser: $(DONE)

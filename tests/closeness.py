@@ -19,8 +19,6 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megarl.run.diagnosis.plain import load_plain
-
 TOLERANCE = 1e-5
 TOLERANCES = {torch.float64: 1e-12, torch.float32: TOLERANCE, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
 """Smallest relative tolerance of results in each dtype. The largest is ten times as large."""
@@ -67,6 +65,8 @@ def float64() -> Iterator[None]:
 
 def load(kind: type, folder: Path, **keys: Any) -> torch.nn.Module:
     """Load a transformers model in the default dtype, with implementations that support float64."""
+    from megarl.run.diagnosis.plain import load_plain  # imports transformers, which most comparisons do not need
+
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     return load_plain(kind, folder, dtype=torch.get_default_dtype(), **eager, **keys)
 

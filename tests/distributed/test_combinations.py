@@ -19,7 +19,7 @@ from tests import estimator_reference, objective_cases
 from tests import objective_reference as plain
 from tests.closeness import Expected
 from tests.estimator_reference import AVERAGE, GREEDY, Divergence
-from tests.objective_cases import KL, LAYOUTS, Case, Gradients, World, check, expected
+from tests.objective_cases import KL, LAYOUTS, Case, Results, World, check, expected
 
 ESTIMATOR_CASES = estimator_reference.CASES
 FIRST_CASES: dict[str, str] = {}
@@ -132,7 +132,7 @@ def test_every_fifth_case_equals_single_samples(world):
 
 
 @pytest.fixture(scope="module")
-def single_samples(world) -> dict[str, Expected[Gradients]]:
+def single_samples(world) -> dict[str, Expected[Results]]:
     return expected(world, make_cases(world, 1))
 
 

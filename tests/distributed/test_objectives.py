@@ -7,7 +7,7 @@ import pytest
 
 from tests.closeness import Expected
 from tests.marks import exhaustive_but
-from tests.objective_cases import CASES, LAYOUTS, Gradients, World, check, expected
+from tests.objective_cases import CASES, LAYOUTS, Results, World, check, expected
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def world(tmp_path_factory) -> World:
 
 
 @pytest.fixture(scope="module")
-def single_samples(world) -> dict[str, Expected[Gradients]]:
+def single_samples(world) -> dict[str, Expected[Results]]:
     return expected(world, CASES)
 
 

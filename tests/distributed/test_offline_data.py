@@ -29,7 +29,7 @@ from megarl.step.dispatch import dispatch
 from tests.closeness import assert_close, close_to, expected, load
 from tests.forked import run_ranks
 from tests.parity import EPS, LR, RankResult, config_of, local_batch, whole_tensors
-from tests.tiny_model import EOS_ID, SHARDED_VOCAB, tiny_tokenizer, write_tiny_llama
+from tests.tiny_model import CHARACTERS, EOS_ID, SHARDED_VOCAB, SPECIAL_TOKENS, tiny_tokenizer, write_tiny_llama
 
 LAYOUTS = {
     "1 process": "{}",
@@ -45,6 +45,12 @@ Text = Sequence[tuple[str, bool]] | Sequence[tuple[str, float]]
 """The text of a sample in parts. Each part has a flag (whether it is trained on) or a label (NaN: no label)."""
 
 NONE = float("nan")
+
+WORDS = [f"<{i}>" for i in range(SHARDED_VOCAB - len(CHARACTERS) - len(SPECIAL_TOKENS))]
+"""The tokens after the characters. With TP2, the second rank has the last 44 words."""
+TOKENIZER = tiny_tokenizer(SHARDED_VOCAB, WORDS)
+PIECES = [*"abcdefgh 0123", *WORDS[-13:]]
+"""The tokens of random sentences, on both ranks of TP2."""
 
 CLASSES = {
     None: AutoModelForCausalLM,
@@ -70,7 +76,7 @@ class Case:
 
 
 def sentence(source: random.Random, longest: int) -> str:
-    return "".join(source.choice("abcdefgh 0123") for _ in range(source.randrange(1, longest)))
+    return "".join(source.choice(PIECES) for _ in range(source.randrange(1, longest)))
 
 
 def conversations(seed: int) -> list[dict]:
@@ -129,7 +135,7 @@ def steps(row: dict, everywhere: bool) -> list[Text]:
 
 def token_ids(text: Text) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token ids, int64 [1, T], and their flags or labels, bool or float [T]."""
-    parts = [(tiny_tokenizer().encode(part), said) for part, said in text]
+    parts = [(TOKENIZER.encode(part), said) for part, said in text]
     ids = [token for part, _ in parts for token in part]
     return torch.tensor([ids]), torch.tensor([said for part, said in parts for _ in part])
 
@@ -229,7 +235,9 @@ EVERYWHERE = ("SFT", "reward model", "process reward model", "DPO, smoothed and 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2, vocab_size=SHARDED_VOCAB)
+    folder = write_tiny_llama(tmp_path_factory.mktemp("model"), num_kv_heads=2, vocab_size=SHARDED_VOCAB)
+    TOKENIZER.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +249,7 @@ def models(folder, tmp_path_factory) -> dict[str | None, Path]:
         torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(5))
         paths[kind] = tmp_path_factory.mktemp("classifier")
         model.save_pretrained(paths[kind])
-        tiny_tokenizer().save_pretrained(paths[kind])
+        TOKENIZER.save_pretrained(paths[kind])
     return paths
 
 

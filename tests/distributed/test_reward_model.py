@@ -30,8 +30,9 @@ LAYOUTS = {
     "CP2": "{cp: 2}",
 }
 CLASSES = {"sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
-SAMPLES = [sample for group in random_groups(0) for sample, _ in group]
-STEP_END = "a"
+SAMPLES, SHARDED = ([s for group in random_groups(0, vocab) for s, _ in group] for vocab in (100, SHARDED_VOCAB))
+"""Samples whose tokens any model has, and samples with tokens of all ranks of TP3."""
+STEP_END = "I"
 
 
 def write_classifier(folder: Path, actor: Path, kind: str) -> torch.nn.Module:
@@ -60,25 +61,25 @@ def reward_model(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     return folder, write_classifier(folder, actor, request.param)
 
 
-def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
+def score(store, rank: int, config: Config, folder: Path, samples: list[Sample]) -> dict[str, torch.Tensor]:
     worker = RewardModelWorker(config, folder, rank, store, threads=1)
-    microbatches = schedule([Lengths.of(SampleRef.of(sample)) for sample in SAMPLES], worker.packing)
-    rank_batches = [RankBatch.of([SampleRef.of(sample, sample) for sample in SAMPLES], own) for own in microbatches]
+    microbatches = schedule([Lengths.of(SampleRef.of(sample)) for sample in samples], worker.packing)
+    rank_batches = [RankBatch.of([SampleRef.of(sample, sample) for sample in samples], own) for own in microbatches]
     scores = worker.score_tokens(local_batch(rank_batches[worker.data_parallel_rank]))
     away = [not parameter.untyped_storage().nbytes() for parameter in worker.parameters().values()]
     assert all(away) if config.reward_model.offload else not any(away)
     return scores
 
 
-def rewards_of(folder: Path, *overrides: str) -> list[float]:
+def rewards_of(folder: Path, *overrides: str, samples: list[Sample] = SAMPLES) -> list[float]:
     """Return the rewards of the samples in order, from the token scores of the rank that reports each sample."""
     required = [f"reward_model.path={folder}", "reward_model.tokens_per_microbatch=80"]
     config = config_of(folder, *required, *overrides)
-    ranks = run_ranks(config.reward_model.layout.world_size, score, config, folder)
-    assert sorted(name for rank in ranks for name in rank) == sorted(sample.id for sample in SAMPLES)
-    scores = [next(rank[sample.id] for rank in ranks if sample.id in rank).tolist() for sample in SAMPLES]
+    ranks = run_ranks(config.reward_model.layout.world_size, score, config, folder, samples)
+    assert sorted(name for rank in ranks for name in rank) == sorted(sample.id for sample in samples)
+    scores = [next(rank[sample.id] for rank in ranks if sample.id in rank).tolist() for sample in samples]
     rule = classifier_reward(config, folder)
-    return [rule.reward(sample, own).value for sample, own in zip(SAMPLES, scores, strict=True)]
+    return [rule.reward(sample, own).value for sample, own in zip(samples, scores, strict=True)]
 
 
 def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
@@ -97,7 +98,7 @@ def plain_scores(reward_model) -> Expected[list[list[float]]]:
 
 def scores_of_samples(kind: type, folder: Path) -> list[list[float]]:
     model = load(kind, folder)
-    return [token_scores(model, sample) for sample in SAMPLES]
+    return [token_scores(model, sample) for sample in SHARDED]
 
 
 def assert_same_rewards(rewards: list[float], exact: list[float], plain: list[float]) -> None:
@@ -117,7 +118,9 @@ def assert_same_rewards(rewards: list[float], exact: list[float], plain: list[fl
 )
 def test_scores_match_transformers(reward_model, plain_scores, layout, offload):
     keys = {"layout": LAYOUTS[layout], "offload": offload, "aggregation": "mean"}
-    rewards = rewards_of(reward_model[0], *(f"reward_model.{key}={value}" for key, value in keys.items()))
+    rewards = rewards_of(
+        reward_model[0], *(f"reward_model.{key}={value}" for key, value in keys.items()), samples=SHARDED
+    )
     exact, plain = ([*map(fmean, scores)] for scores in plain_scores)
     assert max(map(abs, exact)) > 0.1
     assert_same_rewards(rewards, exact, plain)
@@ -129,13 +132,13 @@ def test_scores_match_transformers(reward_model, plain_scores, layout, offload):
 )
 def test_steps_are_scored_at_their_end(reward_model, plain_scores, aggregation, combine):
     [marker] = tiny_tokenizer().encode(STEP_END)
-    responses = [sample.response_ids.tolist() for sample in SAMPLES]
+    responses = [sample.response_ids.tolist() for sample in SHARDED]
     assert sum(ids.count(marker) for ids in responses) > 0
 
     def at_ends(scores: list[float], ids: list[int]) -> float:
         return combine([s for i, s in enumerate(scores) if ids[i] == marker or i == len(ids) - 1])
 
     keys = (f"reward_model.step_end={STEP_END}", f"reward_model.aggregation={aggregation}")
-    rewards = rewards_of(reward_model[0], *keys)
+    rewards = rewards_of(reward_model[0], *keys, samples=SHARDED)
     exact, plain = (list(map(at_ends, scores, responses)) for scores in plain_scores)
     assert_same_rewards(rewards, exact, plain)

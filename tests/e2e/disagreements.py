@@ -1,26 +1,18 @@
-"""Start an engine and a trainer, introduce faults one by one, and print the results of the check on canary prompts.
+"""Introduces faults into an engine one by one, and writes the results of the check on canary prompts.
 
-The output is a JSON object of fault -> error message, null if the check passes.
+messages.json in the run folder maps each fault to the error message, null if the check passes.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import ray
-import torch
 
-from megarl.cluster.session import Session
-from megarl.cluster.supervision.supervisor import supervised
-from megarl.cluster.workers import Workers, launch_workers
-from megarl.config.load import load
+from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.errors import RunFailure
-from megarl.data.prompts import load_prompts
-from megarl.models.run_models import find_models
 from megarl.run.context import RunContext
 from megarl.step.logprob_check import LogprobCheck
 
@@ -52,28 +44,15 @@ def check_message(config: Config, workers: Workers, loop: RunContext) -> str | N
     return None
 
 
-def main(recipe: Path, overrides: list[str]) -> None:
-    config = load(recipe, overrides)
+def check(config: Config, workers: Workers, loop: RunContext) -> None:
     other = config.rollout.model_copy(update={"temperature": 1 / config.rollout.temperature})
     messages: dict[str, str | None] = {}
-    with supervised() as scratch:
-        models = find_models(config)
-        with (
-            RunContext.prepare(config, models, load_prompts(config, models.actor)) as loop,
-            Session(config, loop.folder.logs, scratch) as session,
-        ):
-            workers = launch_workers(session, config, models, loop.placement, None)
-            workers.refit.run(version=0)
-            messages["nothing"] = check_message(config, workers, loop)
-            messages["temperature"] = check_message(config.model_copy(update={"rollout": other}), workers, loop)
-            for name, break_it in BROKEN.items():
-                workers.refit.run(version=0)  # restores the weights that the previous case changed
-                in_vllm(workers, break_it)
-                messages[name] = check_message(config, workers, loop)
-            workers.close()
-    print(json.dumps(messages))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2:])
+    workers.refit.run(version=0)
+    messages["nothing"] = check_message(config, workers, loop)
+    messages["temperature"] = check_message(config.model_copy(update={"rollout": other}), workers, loop)
+    for name, break_it in BROKEN.items():
+        workers.refit.run(version=0)  # restores the weights that the previous case changed
+        in_vllm(workers, break_it)
+        messages[name] = check_message(config, workers, loop)
+    workers.close()
+    (loop.folder.path / "messages.json").write_text(json.dumps(messages))

@@ -1,20 +1,22 @@
 """Consecutive runs in one process tree that share Ray, and share engines if their settings are equal.
 
-Each run starts its own reward processes and trainer ranks, with their own logs. Run as a program, it reads the
-arguments of one `megarl train` per line from stdin, and writes a line when that run has finished.
+Each run starts its own reward processes and trainer ranks, with their own logs. Run as a program, it reads lines with
+the function that trains and the arguments of `megarl train` from stdin, and writes a line when a run has finished.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from pkgutil import resolve_name
 from threading import Timer
 
-from megarl import finetune, train
+from megarl import finetune
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
@@ -22,16 +24,19 @@ from megarl.cluster.trace import Trace
 from megarl.cluster.workers import launch_workers
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.data.files import ALL_COLUMNS
 from megarl.data.offline import load_offline_data
 from megarl.data.prompts import load_prompts
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.run.audit.audit import audit
 from megarl.run.context import RunContext
 from megarl.run.preflight import load_evaluation_sets
+from tests.metrics import undeclared
 from tests.paths import ROOT
 from tests.timing import RUN_S, WAIT_S
 
 DONE = "done\n"
+LEARN = "megarl.train:learn"
 DRIVER_KEYS = {"transport"}
 """Keys of `rollout` that do not reach the engines."""
 
@@ -44,10 +49,11 @@ class Series:
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
 
-    def train(self, recipe: Path, *overrides: str) -> None:
-        """Train until the last step. After a failed run, the next one starts a new process."""
+    def train(self, recipe: Path, *overrides: str, learn: str = LEARN) -> None:
+        """Train until the last step, or call another function in place of megarl.train.learn. After a failed run, the
+        next one starts a new process."""
         process, self._process = self._process or self._start(), None
-        process.stdin.write(json.dumps([str(recipe), *overrides]) + "\n")
+        process.stdin.write(json.dumps([learn, str(recipe), *overrides]) + "\n")
         process.stdin.flush()
         deadline = Timer(RUN_S, process.terminate)
         deadline.start()
@@ -81,21 +87,27 @@ class Stage:
         self._engines: EngineGroup | None = None
         self._settings = ""
 
-    def run(self, config: Config) -> None:
+    def run(self, config: Config, learn: str) -> None:
         models = find_models(config)
-        load_data = load_offline_data if config.is_offline else load_prompts
+        if config.is_offline:
+            data = load_offline_data(config, models.actor)
+        else:
+            data = load_prompts(config, models.actor, {ALL_COLUMNS: None} if config.has_environment else {})
         sets = load_evaluation_sets(config, models.actor)
-        with RunContext.prepare(config, models, load_data(config, models.actor), evaluation=sets) as loop:
+        with RunContext.prepare(config, models, data, evaluation=sets) as loop:
             self._session.logs = loop.folder.logs.resolve()
             self._session.trace = Trace(self._session.logs)
             if config.is_offline:
                 finetune.learn(self._session, config, models, loop)
             else:
-                self._run_with_engines(config, models, loop)
+                self._run_with_engines(config, models, loop, learn)
+        if learn != LEARN:
+            return
         is_proven, proof = audit(loop.folder.path, reads_all=True)
         assert is_proven, proof
+        assert undeclared(loop.folder.path / "metrics.jsonl") == []
 
-    def _run_with_engines(self, config: Config, models: ModelFolders, loop: RunContext) -> None:
+    def _run_with_engines(self, config: Config, models: ModelFolders, loop: RunContext, learn: str) -> None:
         rollout = config.rollout.model_dump_json(exclude=DRIVER_KEYS)
         settings = (
             f"{models.actor} {config.model.dtype} {config.model.head_dtype} {config.run.seed} {config.pauses_rollouts} "
@@ -105,7 +117,7 @@ class Stage:
         checkpoint = loop.resume_point.checkpoint
         workers = launch_workers(self._session, config, models, loop.placement, checkpoint, engines)
         self._engines, self._settings = workers.engines, settings
-        train.learn(config, workers, loop)
+        resolve_name(learn)(config, workers, loop)
 
 
 def main(folder: Path) -> None:
@@ -114,10 +126,11 @@ def main(folder: Path) -> None:
     with supervised() as scratch, ExitStack() as stack:
         stage = None
         for line in sys.stdin:
-            recipe, *overrides = json.loads(line)
+            learn, recipe, *overrides = json.loads(line)
             config = load(Path(recipe), overrides)
             stage = stage or Stage(stack.enter_context(Session(config, folder, scratch)))
-            stage.run(config)
+            stage.run(config, learn)
+            gc.collect()  # frees the handles of the run's processes, which then exit
             answers.write(DONE)
             answers.flush()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,14 +71,16 @@ FIRST_STEPS = 3
 LONG = 40
 
 
-def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
-    """Start an engine without weights, refit it, sample, and store the comparisons with transformers in `found`."""
+def measure(case: str, folder: Path) -> dict[str, Any]:
+    """Start an engine without weights, refit it, and sample. Return the comparisons with transformers. Runs in a
+    separate process."""
     from megarl.rollout.vllm.environment import environment
 
     os.environ.update(environment(1, threads=1, index=0))
     from megarl.rollout.vllm import engine_arguments, worker_extension
     from megarl.rollout.vllm.engine import VllmEngine
 
+    found: dict[str, Any] = {}
     method, model_type, keys = CASES[case]
     base = write_tiny_model(folder / "base", model_type, **SIZES | keys)
     if "linear_num_key_heads" in keys or method == "eagle3":
@@ -186,7 +187,7 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     later = sample(requests())
     found["later"] = [worst(models[1], item, {}) for item in later]
     if method == "ngram":
-        return
+        return found
     policy = {id(weight) for weight in runner.get_model().parameters()}
     held = dict(drafter.model.named_parameters())
     if method == "eagle3":
@@ -203,6 +204,7 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     worker_extension._process_weights(drafter.model, torch.float32)
     found["draft_difference"] = max((kept[name] - weight).abs().max().item() for name, weight in own.items())
     found["num_own"] = len(own)
+    return found
 
 
 def read_tensors(source: Holder, folder: Path) -> dict[str, torch.Tensor]:
@@ -317,11 +319,3 @@ def chi_square(samples: Sequence[Sample], model: torch.nn.Module) -> tuple[float
     if rare:
         cells.append((sum(o for o, _ in rare), sum(e for _, e in rare)))
     return sum((o - e) ** 2 / e for o, e in cells), len(cells) - 1
-
-
-if __name__ == "__main__":
-    case, folder = sys.argv[1], Path(sys.argv[2])
-    result: dict[str, Any] = {}
-    measure(case, folder, result)
-    (folder / "found.json").write_text(json.dumps(result))
-    os._exit(0)

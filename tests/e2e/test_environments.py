@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,8 +13,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl import report
+from tests.e2e.series import Series
 from tests.paths import BASE
-from tests.timing import RUN_S
 from tests.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -53,12 +52,12 @@ WITH_FEEDBACK = (
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(series, tmp_path_factory) -> Path:
     overrides = "environment.options={marks: '?'}", EVALUATION, *WITH_FEEDBACK
-    return train(tmp_path_factory.mktemp("environments"), *overrides)
+    return train(series, tmp_path_factory.mktemp("environments"), *overrides)
 
 
-def train(folder: Path, *overrides: str) -> Path:
+def train(series: Series, folder: Path, *overrides: str) -> Path:
     write_tiny_llama(folder / "model", vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS))  # every token decodes to text
     rows = [{"prompt": f"{i}", "answer": "", "mode": MODES[i % 4]} for i in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -69,9 +68,7 @@ def train(folder: Path, *overrides: str) -> Path:
         "data": RECIPE["data"] | {"source": str(folder / "prompts.jsonl")},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-m", "megarl.cli", "train", str(folder / "recipe.yaml"), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    series.train(folder / "recipe.yaml", *overrides)
     return folder / "runs" / "tiny"
 
 
@@ -219,7 +216,7 @@ def test_evaluation_metrics_count_failed_rollouts_separately(run):
             pass_rate = fmean(max(group) > (0.5 if k == 1 else 0.9) for group in values)
             assert line[f"evaluation/{name}/pass@{k}"] == pytest.approx(pass_rate)
             assert line[f"evaluation/{name}/failed_frac"] == 0.25 and line[f"evaluation/{name}/turns_mean"] == 3
-    section = (run / "report.html").read_text().partition('id="evaluations"')[2].partition("</section>")[0]
+    section = report.write(run).read_text().partition('id="evaluations"')[2].partition("</section>")[0]
     assert "environment: step raised KeyError" in section and 'class="block role-assistant"' in section
 
 
@@ -245,8 +242,9 @@ def test_environment_metrics(run):
 
 
 @pytest.mark.exhaustive
-def test_agent_is_trained_on_its_http_completions(tmp_path):
+def test_agent_is_trained_on_its_http_completions(series, tmp_path):
     run = train(
+        series,
         tmp_path,
         f"environment={{class: '{WORLD}:Client', turn_tokens: null}}",
         "run.steps=1",

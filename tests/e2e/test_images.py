@@ -78,10 +78,10 @@ def recipe(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(recipe, tmp_path_factory) -> Path:
-    with Run(recipe, tmp_path_factory.mktemp("uninterrupted"), vllm=True) as run:
-        assert run.end(START_S) == 0, run.errors
-    return run.folder
+def uninterrupted(series, recipe, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    series.train(recipe, f"run.folder={folder}")
+    return folder / "tiny"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The driver updates engines' weights while they sample.
 
-tests/e2e/test_rollouts_ahead.py runs every time, and trains on samples that continue through a refit.
+tests/e2e/test_colocated_ahead.py runs every time, and trains on samples that continue through a refit.
 """
 
 from __future__ import annotations

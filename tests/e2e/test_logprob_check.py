@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.e2e.test_train import write_recipe
-from tests.paths import ROOT
-from tests.timing import RUN_S
-from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -23,13 +18,12 @@ FIRST = {
 
 
 @pytest.fixture(scope="module")
-def messages(tmp_path_factory) -> dict[str, str | None]:
+def messages(series, model, tmp_path_factory) -> dict[str, str | None]:
+    """The faults leave a broken engine. No other run has its temperature, so none shares it."""
     folder = tmp_path_factory.mktemp("disagreements")
-    recipe = write_recipe(folder, write_tiny_llama(folder / "model", num_kv_heads=2))
-    command = [sys.executable, "-m", "tests.e2e.disagreements", str(recipe), "rollout.temperature=0.7"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    recipe = write_recipe(folder, model)
+    series.train(recipe, "rollout.temperature=0.7", learn="tests.e2e.disagreements:check")
+    return json.loads((folder / "runs/tiny/messages.json").read_text())
 
 
 def test_check_passes_without_a_fault(messages) -> None:

@@ -446,8 +446,8 @@ OVER_TWO_WORKERS = (
 )
 EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1)}
 """Cases that always run: padded experts, tied dense weights with adapters, and gated delta nets. `make test-exhaustive`
-runs the others. The cluster test of colocated PPO covers engines with two workers, test_rollouts_ahead.py covers refits
-during requests, and test_speculative.py covers drafts with adapters."""
+runs the others. The cluster test of colocated PPO covers engines with two workers, test_colocated_ahead.py covers
+refits during requests, and test_speculative.py covers drafts with adapters."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,89 +14,24 @@ from megarl.cluster.supervision.scratch import memory_folder
 from megarl.core.checkpoint import Checkpoint
 from megarl.run.audit.audit import audit
 from megarl.run.checkpoints import Checkpoints
-from tests.e2e.run import Run, write_recipe
+from tests.e2e.gated import STEPS, Recipe
+from tests.e2e.run import Run
 from tests.e2e.test_faults import INTERRUPTED, check_end
 from tests.e2e.test_signals import check_saved
 from tests.metrics import MEASURED
-from tests.timing import QUIET_S, START_S
+from tests.timing import START_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_part]
-STEPS = 8
-"""Number of steps. Each has 4 of the 8 prompts, so every second step ends an epoch."""
-
 NUM_TRIALS = 2
 """Number of wrong responses that a run scores before it starts; see megarl.environments.trial."""
 
 DIGITS = Path(__file__).with_name("digits.py")
-REWARD = """
-from pathlib import Path
-import time
-
-GATE = Path(__file__).with_name("gate")
-calls = 0
-
-
-def digit_share(prompt, response, answer):
-    global calls
-    # A step has 16 samples; the right response is a trial. Half of the next step passes, but not all of it.
-    while calls >= 16 * int(GATE.read_text()) + 8 and response != answer:
-        GATE.with_name("held").touch()
-        time.sleep(0.02)
-    calls += response != answer
-    with GATE.with_name("calls").open("a") as file:
-        file.write("." * (response != answer))
-    return sum(c.isdigit() for c in response) / max(1, len(response))
-"""
 EVALUATION = (
     f"evaluation.sets=[{{name: a, size: 3, functions: [{{function: {DIGITS}:digit_share}}]}}]",
     "evaluation.every_steps=2",
     "evaluation.best.metric=evaluation/a/avg@1",
 )
 """Keys of the interrupted runs only, because evaluation must not affect training."""
-
-
-class Recipe:
-    """Runs of one recipe. A gate limits how many steps each run completes."""
-
-    def __init__(self, folder: Path):
-        self.folder, self._file = folder, write_recipe(folder)
-        self._gate = folder / "gate"
-        (folder / "gated.py").write_text(REWARD)
-        self._overrides = [
-            f"rewards.functions=[{{function: {folder}/gated.py:digit_share}}]",
-            "rewards.processes=1",  # a single process, which counts all calls
-            "actor.optimizer.lr=0.01",
-            "algorithm.kl={coefficient: 0.05, renew_steps: 3, renew_share: 0.5}",
-            "batch.prompts_per_update=2",
-            "checkpoint.every_steps=1",
-            "run.export=true",
-        ]
-
-    @contextmanager
-    def run(self, folder: Path, gate: int, *overrides: str) -> Iterator[Run]:
-        self._open_gate(gate)
-        with Run(self._file, folder, *self._overrides, "resume=auto", *overrides) as run:
-            yield run
-
-    def interrupt_in_a_step(self, run: Run) -> None:
-        """Signal the run's process group in the middle of its first step, as Slurm does, and then let the step end."""
-        os.killpg(run.pid, signal.SIGTERM)
-        run.wait_until(lambda: "interrupted: the run saves after the current step" in run.output)
-        time.sleep(QUIET_S)  # an unprotected Ray process would exit in this time
-        assert not run.metrics
-        self._open_gate(1)
-
-    def _open_gate(self, steps: int) -> None:
-        """Set the gate atomically, so that concurrent readers never see an empty file."""
-        new = self._gate.with_name("new gate")
-        new.write_text(str(steps))
-        new.replace(self._gate)
-
-    def finish(self, folder: Path, *overrides: str) -> Run:
-        """Run until the last step. Return the finished run."""
-        with self.run(folder, STEPS, f"run.steps={STEPS}", *overrides) as run:
-            assert run.end(START_S) == 0, run.errors
-            return run
 
 
 def kill(run: Run) -> None:
@@ -130,19 +61,6 @@ def assert_loadable(folder: Path) -> None:
     checkpoint.verify(checkpoint.files)
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    return Recipe(tmp_path_factory.mktemp("recipe"))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    run = recipe.finish(folder)
-    assert "starting at the first step" in run.output
-    return folder / "tiny"
-
-
 @pytest.fixture(scope="module", params=[3, pytest.param(5, marks=pytest.mark.exhaustive)])
 def attempts(request: pytest.FixtureRequest) -> int:
     """The number of attempts of the resumed run. With five, the third is killed when the rollouts of the last step have
@@ -151,14 +69,14 @@ def attempts(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def resumed(gated: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resumed")
     at_once = "checkpoint.background=false"
-    with recipe.run(folder, 0, *EVALUATION, "checkpoint.on_signal=true", "checkpoint.grace_s=100") as run:
-        run.wait_until_held(recipe.folder)
-        check_end(run, lambda: recipe.interrupt_in_a_step(run), 130, INTERRUPTED)  # in the middle of an epoch
+    with gated.run(folder, 0, *EVALUATION, "checkpoint.on_signal=true", "checkpoint.grace_s=100") as run:
+        run.wait_until_held(gated.folder)
+        check_end(run, lambda: gated.interrupt_in_a_step(run), 130, INTERRUPTED)  # in the middle of an epoch
     check_saved(run, step=1)
-    with recipe.run(folder, 6, *EVALUATION) as run:  # killed at a random time, mostly during a save
+    with gated.run(folder, 6, *EVALUATION) as run:  # killed at a random time, mostly during a save
         run.wait_until(lambda: latest(folder) > 4)
         time.sleep(random.uniform(0, 1))
         kill(run)
@@ -168,9 +86,9 @@ def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFact
     forget_rewards(folder / "tiny")
     if attempts == 5:
         folder_of_finished = folder / "tiny" / "finished_rollouts" / f"after_{STEPS - 1:06d}"
-        with recipe.run(folder, STEPS - 1 - reached, *EVALUATION, at_once) as run:
+        with gated.run(folder, STEPS - 1 - reached, *EVALUATION, at_once) as run:
             run.wait_until(lambda: latest(folder) == STEPS - 1)
-            run.wait_until_held(recipe.folder)
+            run.wait_until_held(gated.folder)
             run.wait_until(lambda: len(list(folder_of_finished.glob("[0-9]*.safetensors"))) == 4)
             assert f"resuming after step {reached} " in run.output
             kill(run)
@@ -179,13 +97,13 @@ def resumed(recipe: Recipe, attempts: int, tmp_path_factory: pytest.TempPathFact
         assert [file.name.partition("-")[0] for file in finished] == [f"{STEPS}.{i}" for i in range(4)]
         forget_rewards(folder / "tiny")
         finished[1].unlink()  # as if this prompt's rollouts had not finished
-        with recipe.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
+        with gated.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
             run.wait_until(lambda: latest(folder) == STEPS)
             assert f"resuming after step {reached} " in run.output
             assert "3 prompts have finished rollouts" in run.output
             kill(run)  # kill it after the last step, because this run has no step limit
         reached = STEPS
-    run = recipe.finish(folder, *EVALUATION, at_once)
+    run = gated.finish(folder, *EVALUATION, at_once)
     assert f"resuming after step {reached} " in run.output
     return folder / "tiny"
 
@@ -203,23 +121,23 @@ def test_resumed_metrics_are_equal(uninterrupted: Path, resumed: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("has_checkpoint", [False, True])
-def test_rollouts_of_undone_steps_are_used(recipe, uninterrupted, tmp_path, has_checkpoint: bool) -> None:
+def test_rollouts_of_undone_steps_are_used(gated, uninterrupted, tmp_path, has_checkpoint: bool) -> None:
     """A run that is killed in its third step, or in the third step after its first checkpoint, repeats the training but
     neither samples nor scores finished groups again."""
     step, every_steps = (5, "checkpoint.every_steps=3") if has_checkpoint else (2, "checkpoint.every_steps=100")
     resumed = 3 if has_checkpoint else 0
-    with recipe.run(tmp_path, step, every_steps) as run:
+    with gated.run(tmp_path, step, every_steps) as run:
         run.wait_for_step(step)
-        run.wait_until_held(recipe.folder)
+        run.wait_until_held(gated.folder)
         finished = tmp_path / "tiny/finished_rollouts" / f"after_{resumed:06d}"
         run.wait_until(lambda: len(list(finished.glob("[0-9]*.safetensors"))) == 12)
         assert latest(tmp_path) == resumed
         kill(run)
     recorded = len(list(finished.glob("[0-9]*.json")))
     assert 8 <= recorded < 12, "only groups whose rewards are complete have recorded rewards"
-    calls = recipe.folder / "calls"
+    calls = gated.folder / "calls"
     calls.unlink(missing_ok=True)
-    run = recipe.finish(tmp_path, every_steps)
+    run = gated.finish(tmp_path, every_steps)
     assert (f"resuming after step {resumed} " if resumed else "starting at the first step") in run.output
     assert run.output.count("rollouts: 4 prompts have finished rollouts") == 3
     assert calls.stat().st_size == NUM_TRIALS + 16 * (STEPS - resumed) - 4 * recorded
@@ -237,7 +155,7 @@ def test_every_evaluation_is_recorded_once(resumed: Path) -> None:
         for line in metrics(resumed, MEASURED)
         if len(line) > 1 and "evaluation/a/avg@1" in line
     }
-    assert list(values) == [0, 2, 4, 6, 8]
+    assert list(values) == [*range(0, STEPS + 1, 2)]
     for step, value in values.items():
         rows = (resumed / f"evaluations/a/step_{step:06d}.jsonl").read_text().splitlines()
         assert sum(json.loads(row)["reward"] for row in rows) / 3 == pytest.approx(value)
@@ -274,13 +192,14 @@ def test_audit_accepts_the_run_and_refuses_an_edit(attempts: int, resumed: Path,
     is_proven, lines = audit(resumed, reads_all=True)
     proof = "\n".join(lines)
     assert is_proven, proof
+    rollouts, sets = f"{STEPS} of {STEPS} rollout files", f"{STEPS // 2 + 1} of {STEPS // 2 + 1} evaluations"
     for line in (
         f"steps        {STEPS} (1 to {STEPS}, finished). Restarts: {attempts - 1}, undone steps: ",
         f"rows         {4 * STEPS} draws from 8 rows, in the order of the data's epochs; {4 * STEPS} trained on, each ",
         f"turns        {4 * STEPS} groups with {16 * STEPS} rollouts, {16 * STEPS} turns and ",
         f"weights      engines confirmed the trainer's checksums after {STEPS} of {STEPS} updates ",
         f"; {attempts - 1} of {attempts - 1} restarts began with the checksums of their step",
-        f"{STEPS} of {STEPS} steps, {STEPS} of {STEPS} rollout files compared ({4 * STEPS} groups), 5 of 5 evaluations",
+        f"{STEPS} of {STEPS} steps, {rollouts} compared ({4 * STEPS} groups), {sets}",
     ):
         assert line in proof
     ours, theirs = (last_weights(run) for run in (resumed, uninterrupted))
@@ -300,9 +219,9 @@ def last_weights(run: Path) -> dict[str, object]:
     return [row["weights"] for row in rows if row["kind"] == "step"][-1]
 
 
-def test_finished_run_starts_no_attempt(recipe: Recipe, resumed: Path) -> None:
+def test_finished_run_starts_no_attempt(gated: Recipe, resumed: Path) -> None:
     attempts = sorted((resumed / "logs").iterdir())
-    run = recipe.finish(resumed.parent)
+    run = gated.finish(resumed.parent)
     assert (
         run.output
         == f"{resumed}: the run has already finished step {STEPS} of {STEPS}. Increase run.steps to continue it\n"
@@ -320,12 +239,12 @@ def test_metrics_report_cost_of_checkpoints(uninterrupted: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("attempts", [3], indirect=True)
-def test_damaged_checkpoint_is_rejected_by_name(recipe, resumed, tmp_path) -> None:
+def test_damaged_checkpoint_is_rejected_by_name(gated, resumed, tmp_path) -> None:
     """A rank detects a flipped bit. tests/unit/run/test_checkpoints.py covers other damage."""
     shutil.copytree(resumed, tmp_path / "tiny")
     folder = tmp_path / "tiny" / "checkpoints"
     flip_a_bit(folder / f"step_{STEPS:06d}" / "actor" / "__1_0.distcp")
-    with recipe.run(tmp_path, STEPS, f"run.steps={STEPS + 1}") as run:
+    with gated.run(tmp_path, STEPS, f"run.steps={STEPS + 1}") as run:
         assert run.end(START_S) == 2
     [line] = run.errors
     problem = "actor/__1_0.distcp is corrupt: its SHA-256 is"

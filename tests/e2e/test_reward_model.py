@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.test_reward_model import write_classifier
-from tests.e2e.test_train import metrics_of, train_in
+from tests.e2e.test_train import SLEEP, metrics_of, train_in
 from tests.tiny_model import EOS_ID, merging_tokenizer, tiny_tokenizer, write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -48,6 +48,7 @@ def test_ppo_run_is_rewarded_by_a_model_and_a_function(series, model, tmp_path):
         "reward_model.weight=0.5",
         "reward_model.layout.pp=2",
         "reward_model.offload=[parameters]",
+        SLEEP,
         "reward_model={tokens_per_microbatch: 256, threads: 1}",
         "algorithm.advantage={estimator: gae, gae_lambda: 1.0}",
         "critic.optimizer.lr=0.003",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.e2e.speculative import CASES, LONG, OWN_WEIGHTS
+from tests.e2e.engine_processes import engine_context
+from tests.e2e.speculative import CASES, LONG, OWN_WEIGHTS, measure
 from tests.marks import exhaustive_but
-from tests.paths import ROOT
 from tests.timing import RUN_S
 
 pytestmark = pytest.mark.slow
@@ -18,10 +16,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("case", exhaustive_but(CASES, "GLM-4.6's MTP, adapters"))
 def test_samples_have_the_distribution_of_the_model(case, tmp_path):
-    command = [sys.executable, "-m", "tests.e2e.speculative", case, str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
-    assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+    with ProcessPoolExecutor(1, mp_context=engine_context()) as pool:
+        found = pool.submit(measure, case, tmp_path).result(timeout=RUN_S)
     method = CASES[case][0]
 
     passes, drafted, accepted = found["drafts"]
@@ -37,7 +33,7 @@ def test_samples_have_the_distribution_of_the_model(case, tmp_path):
     assert all(is_inside and not is_before for is_inside, is_before, _ in found["stopped"]), "the wrong token is last"
     assert any(passes for *_, passes in found["stopped"]), "no stop string ends a response after drafts were verified"
 
-    assert all(versions == [[0, count]] for versions in found["versions"] for _, count in versions)
+    assert all(versions == [(0, count)] for versions in found["versions"] for _, count in versions)
     mixed = [versions for versions in found["mixed_versions"] if len(versions) > 1]
     assert mixed and all([version for version, _ in versions] == [0, 1] for versions in mixed)
     assert all(sum(count for _, count in versions) <= LONG for versions in mixed)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.run import read_trace
-from tests.e2e.test_train import metrics_of, train_in
+from tests.e2e.test_train import SLEEP, metrics_of, train_in
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def test_run_is_distilled_without_rewards(series, model, teachers, tmp_path):
         *("run.steps=2", f"teachers.models=[{models}]", "rewards.functions=[]", "batch.samples_per_prompt=2"),
         "teachers={layout: {tp: 2}, tokens_per_microbatch: 256, threads: 1, offload: [parameters], kv_cache_gib: 0.05}",
         *("algorithm.advantage.estimator=policy_gradient", "algorithm.distillation.coefficient=0.5"),
-        *(f"data.source={data}", "actor.offload=[optimizer]", "actor.layout.dp=2"),
+        *(f"data.source={data}", "actor.offload=[optimizer]", SLEEP),
     )
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2]
@@ -115,6 +115,7 @@ def test_exact_divergence_is_a_loss_of_the_run(series, model, teachers, tmp_path
         model,
         *("run.steps=2", f"teachers.models=[{{name: large, path: {teachers['large']}}}]", "rewards.functions=[]"),
         *("teachers={layout: {tp: 2}, tokens_per_microbatch: 256, threads: 1}", "batch.samples_per_prompt=2"),
+        "actor.layout.dp=2",
         "algorithm={advantage: {estimator: policy_gradient}, distillation: {divergence: forward_kl, placement: loss}}",
     )
     steps = metrics_of(run)
@@ -202,7 +203,7 @@ def test_self_distillation_trains_on_given_responses(series, model, tmp_path):
         tmp_path,
         model,
         *("run.steps=1", "teachers.models=[{name: hinted, prompt_column: hint}]", "rewards.functions=[]"),
-        *(f"data={{source: {data}, response_column: solution}}", "batch.samples_per_prompt=2"),
+        *(f"data={{source: {data}, response_column: solution}}", "batch.samples_per_prompt=2", SLEEP),
         "algorithm.distillation={divergence: forward_kl, placement: loss, on_policy_share: 0.5}",
         "algorithm.advantage.estimator=policy_gradient",
     )

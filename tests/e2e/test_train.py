@@ -32,7 +32,9 @@ from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.slow
 OFFLOAD = "actor.offload=[gradients, optimizer]"
-TURNS = (OFFLOAD, "rollout.sleep=true")
+SLEEP = "rollout.sleep=true"
+"""Runs of the series that have this key share their engine."""
+TURNS = (OFFLOAD, SLEEP)
 """Keys with which trainers and engines free their memory for each other."""
 REWARD = Path(__file__).with_name("digits.py")
 ROUNDS = ("batch.sampling_rounds=2", f"rewards.functions=[{{function: '{REWARD}:digit_share_of_even_sums'}}]")
@@ -338,10 +340,10 @@ def test_run_folder_is_complete(learned):
     ],
     ids=["tp3-sp", "dp2-two-updates-kl-offload-sleep", "cp2-pp2-vpp2"],
 )
-def test_layouts_train(series, tmp_path, overrides, ranks):
-    model = write_tiny_llama(
-        tmp_path / "model", hidden_size=96, num_heads=3, num_kv_heads=3, intermediate_size=96, num_layers=4
-    )
+def test_layouts_train(series, model, tmp_path, overrides, ranks):
+    if ranks > 2:  # three heads and four layers
+        sizes = dict(hidden_size=96, num_heads=3, num_kv_heads=3, intermediate_size=96, num_layers=4)
+        model = write_tiny_llama(tmp_path / "model", **sizes)
     run = train_in(series, tmp_path, model, "run.steps=2", *overrides)
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2]

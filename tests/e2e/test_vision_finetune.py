@@ -53,8 +53,8 @@ def write_recipe(folder: Path) -> Path:
     return recipe
 
 
-def test_fine_tuning_with_images_lowers_the_loss(tmp_path: Path) -> None:
-    run = train(write_recipe(tmp_path))
+def test_fine_tuning_with_images_lowers_the_loss(series, tmp_path: Path) -> None:
+    run = train(series, write_recipe(tmp_path))
     losses = [step["policy/nll"] for step in metrics_of(run)]
     assert len(losses) == 12
     # The names have 4 and 5 tokens with EOS, so without images the loss is at least 2 · ln 2 / 9 = 0.15.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,14 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from megarl.run.diagnosis import diagnose as diagnosis
 from megarl.run.diagnosis.comparison import first_different, table
-from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_run_config
-from megarl.run.diagnosis.side import SIDES
-from tests.e2e.run import MEGARL
+from megarl.run.diagnosis.side import SIDES, Request, compute
+from tests.e2e.engine_processes import engine_context
+from tests.e2e.series import Series
 from tests.e2e.test_train import REWARD, metrics_of
-from tests.paths import BASE, ROOT
+from tests.forked import run_ranks
+from tests.paths import BASE
 from tests.timing import RUN_S
 from tests.tiny_vision import build
 
@@ -29,6 +32,7 @@ SIZES = ((64, 64), (90, 40), (50, 100))
 IMAGES = ([0], [1, 2], [], [2], [0, 0, 1], [1])
 """The images of each row, which share files."""
 LIMIT = 1e-5
+COMPUTE = diagnosis._compute
 FUNCTIONS = """
 def num_images(prompt, response, answer, prompt_images):
     return len(prompt_images)
@@ -78,19 +82,27 @@ def write_recipe(folder: Path, *keys: str) -> Path:
     return recipe
 
 
-def train(recipe: Path, *overrides: str) -> Path:
-    done = subprocess.run(
-        [*MEGARL, "train", str(recipe), *overrides], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+def train(series: Series, recipe: Path, *overrides: str) -> Path:
+    series.train(recipe, *overrides)
     name = next((key.removeprefix("run.name=") for key in overrides if key.startswith("run.name=")), "tiny")
     return recipe.parent / "runs" / name
 
 
-def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
+def computed(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarray]:
+    """Compute the outputs of transformers in the process of `megarl diagnose`, and the others in forks, which have the
+    imports."""
+    if side == "engine":
+        with ProcessPoolExecutor(1, mp_context=engine_context()) as pool:
+            return pool.submit(compute, side, request, scratch).result(timeout=RUN_S)
+    if side == "trainer":
+        return run_ranks(1, lambda *_: compute(side, request, scratch))[0]
+    return COMPUTE(side, request, scratch)
+
+
+def test_training_with_images_agrees_with_engines(series, tmp_path: Path, monkeypatch) -> None:
     """The samples of step 3, and the canaries after each refit, have the same log-probs in trainer and engine. For a
     sample without images, all layer outputs also agree, including transformers'."""
-    run = train(write_recipe(tmp_path), "run.token_samples=24")
+    run = train(series, write_recipe(tmp_path), "run.token_samples=24")
     steps = metrics_of(run)
     assert len(steps) == 3
     for step in steps:
@@ -105,8 +117,11 @@ def test_training_with_images_agrees_with_engines(tmp_path: Path) -> None:
     )
     unchanged = [name for name, value in before.items() if torch.equal(value, after[name])]
     assert not unchanged
-    token_ids = find_rollout(run, 3, None).token_ids
-    stages = diagnose(read_run_config(run), token_ids, dict.fromkeys(SIDES, run / "model"), tmp_path)
+    token_ids = diagnosis.find_rollout(run, 3, None).token_ids
+    monkeypatch.setattr(diagnosis, "_compute", computed)
+    stages = diagnosis.diagnose(
+        diagnosis.read_run_config(run), token_ids, dict.fromkeys(SIDES, run / "model"), tmp_path
+    )
     assert len(stages) == 7 and first_different(stages) is None, table(stages)
     lines = [json.loads(line) for line in (run / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
     assert len(lines) == 4 * len(IMAGES)
@@ -155,10 +170,10 @@ def screens(folder: Path, more: str = "", name: str = "Screens") -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_environment_with_images_agrees_with_engines(tmp_path: Path) -> None:
+def test_environment_with_images_agrees_with_engines(series, tmp_path: Path) -> None:
     """Rollouts have images in the prompt and in observations, which also have thumbnails."""
     recipe = write_recipe(tmp_path)
-    run = train(recipe, *screens(tmp_path), "run.steps=2", "checkpoint.every_steps=1")
+    run = train(series, recipe, *screens(tmp_path), "run.steps=2", "checkpoint.every_steps=1")
     steps = metrics_of(run)
     assert len(steps) == 2 and all(step["mismatch/logprob_abs_max"] <= LIMIT for step in steps)
     rows = list(map(json.loads, (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()))
@@ -169,14 +184,14 @@ def test_environment_with_images_agrees_with_engines(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("keys", [[], ["actor.layout={pp: 2}", "rollout.tp=2"]], ids=["one process", "pp2, engine tp2"])
-def test_resumed_run_with_images_is_bitwise_equal(tmp_path: Path, keys: list[str]) -> None:
+def test_resumed_run_with_images_is_bitwise_equal(series, tmp_path: Path, keys: list[str]) -> None:
     """Checkpoints contain the tower and its optimizer states. An evaluation set has images of its own."""
     held = f"{{name: held, source: {tmp_path}/data.jsonl, image_column: images, samples_per_prompt: 2, temperature: 1}}"
     recipe = write_recipe(tmp_path)
     overrides = [*keys, "checkpoint.every_steps=1", f"evaluation.sets=[{held}]"]
-    whole = train(recipe, *overrides, "run.name=whole")
-    train(recipe, *overrides, "run.steps=1")
-    parts = train(recipe, *overrides, "resume=auto")
+    whole = train(series, recipe, *overrides, "run.name=whole")
+    train(series, recipe, *overrides, "run.steps=1")
+    parts = train(series, recipe, *overrides, "resume=auto")
     learned = {name for name in metrics_of(whole)[-1] if name.partition("/")[0] in ("reward", "policy", "evaluation")}
     assert any(name.startswith("evaluation/held/") for name in learned)
     first, second = metrics_of(whole)[-1], metrics_of(parts)[-1]

@@ -140,10 +140,11 @@ def test_changed_path_makes_its_parts_due(repository: Repository, path: str, due
 def test_each_page_of_the_site_makes_the_docs_due(repository: Repository) -> None:
     pages = re.findall(r": repository/(\S+)", (ROOT / "mkdocs.yml").read_text())
     assert len(pages) > 10
-    for page in ("README.md", *pages):
-        repository.verify()
-        repository.commit(page, f"changed {page}\n")
-        assert "docs" in repository.due(), page
+    [paths] = [line.split()[1:] for line in TABLE.splitlines() if line.startswith("docs ")]
+    for page in pages:
+        repository.commit(page)
+    changed = repository.git("ls-files", "--", *paths).splitlines()
+    assert {"README.md", *pages} <= set(changed)
 
 
 @pytest.mark.parametrize("target", ["test-learn", "exhaustive-runs", "exhaustive-ranks"])

@@ -405,32 +405,34 @@ def planned_model(tmp_path: Path) -> str:
     return f"model.path={folder}"
 
 
-def test_plan_works_without_heavy_libraries(planned_model: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BLOCKED, "plan", "configs/base.yaml", "--gpus", "8xH100-80GB"]
-    command += [planned_model, "data.source=arithmetic", "--html", str(tmp_path / "plan.html"), "--simulate"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\n1  " in done.stdout and "mostly" in done.stdout
-    assert "of 79.6 GiB with 8 % kept free (--headroom 0.08):" in done.stdout
-    assert "rejected: actor.layout.tp=8: 28 attention heads are not divisible by 8 (28 / 8 = 3.5)" in done.stdout
-    simulated = done.stdout.partition("simulated, by rollout.max_staleness:\n")[2].splitlines()
-    assert [line.split()[0] for line in simulated[1:5]] == ["0", "1", "2", "4"]
-
-
-def test_plan_is_compared_with_a_run(planned_model: str, tmp_path: Path) -> None:
-    (logs := tmp_path / "run/logs/attempt_1").mkdir(parents=True)
+@pytest.fixture(scope="module")
+def printed_plan(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The output of `megarl plan` without heavy libraries, with a simulation and a comparison with a run."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "config.json").write_text(json.dumps(PLAN_MODEL))
+    (logs := folder / "run/logs/attempt_1").mkdir(parents=True)
     start = {"begin": 0.0, "after_step": 0, "devices": 8, "nodes": 1, "job": "", "restart": 0, "allocated": 0.0}
     rows = [start, {"begin": 0.0, "end": 30.0, "seconds": {"train": 200.0, "refit": 40.0}, "step": 1}]
     (logs / "time.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-c", BLOCKED, "plan", "configs/base.yaml", "--gpus", "8xH100-80GB", planned_model]
-    done = subprocess.run(
-        [*command, "data.source=arithmetic", "--run", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", BLOCKED, "plan", "configs/base.yaml", "--gpus", "8xH100-80GB", "--simulate"]
+    command += [f"model.path={folder}", "data.source=arithmetic", "--html", str(folder / "plan.html")]
+    command += ["--run", str(folder / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    table = done.stdout.partition("goodput: steps whose results were kept took 100.0 % of the allocated time")[
-        2
-    ].splitlines()
-    [train] = [line.split() for line in table if line.startswith("  train ")]
+    return done.stdout
+
+
+def test_plan_works_without_heavy_libraries(printed_plan: str) -> None:
+    assert "\n1  " in printed_plan and "mostly" in printed_plan
+    assert "of 79.6 GiB with 8 % kept free (--headroom 0.08):" in printed_plan
+    assert "rejected: actor.layout.tp=8: 28 attention heads are not divisible by 8 (28 / 8 = 3.5)" in printed_plan
+    simulated = printed_plan.partition("simulated, by rollout.max_staleness:\n")[2].splitlines()
+    assert [line.split()[0] for line in simulated[1:5]] == ["0", "1", "2", "4"]
+
+
+def test_plan_is_compared_with_a_run(printed_plan: str) -> None:
+    goodput = "goodput: steps whose results were kept took 100.0 % of the allocated time"
+    [train] = [line.split() for line in printed_plan.partition(goodput)[2].splitlines() if line.startswith("  train ")]
     assert train[:4] == ["train", "83.3", "%", "25.00"]
     assert float(train[4]) > 0
 
@@ -451,7 +453,7 @@ def test_plan_emits_a_recipe_with_the_planned_layout(
     assert [line for line in again.splitlines() if line.startswith("time")] == [
         line for line in first.splitlines() if line.startswith("time")
     ]
-    assert run_command(*command) == 2
+    assert run_command("plan", out, "--gpus", "16xH100", "--as-is", "--emit", out) == 2
     assert "already exists, and megarl does not overwrite it" in capsys.readouterr().err
     assert load(out).cluster.nodes == 2
 
@@ -549,10 +551,11 @@ def test_help_lists_whole_sentences(group: list[str]) -> None:
     text = CliRunner().invoke(cli.app, [*group, "--help"]).output
     listed = re.split(r"\n  (?=[a-z])", text.split("Commands:\n")[1])
     assert "..." not in text.split("Commands:\n")[1] and listed
+    helps = help_texts()
     for entry in listed:
         name, sentence = entry.strip().split(maxsplit=1)
         shown = " ".join(sentence.split())
-        assert shown.endswith(".") and help_texts()[name].startswith(shown), name
+        assert shown.endswith(".") and helps[name].startswith(shown), name
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -173,7 +173,10 @@ def test_odd_parquet_columns(tmp_path: Path, column: pyarrow.Array) -> None:
     answers_or_names(lambda: ROWS["prompts"](file), "rows.parquet:1")
 
 
-@pytest.mark.parametrize("content", [*CONTENTS, "alias", "integer", "deep_yaml", "tag", "date"])
+RECIPES = [*CONTENTS, "alias", "integer", "deep_yaml", "tag", "date"]
+
+
+@pytest.mark.parametrize("content", exhaustive_but(RECIPES, *(name for name in RECIPES if name != "deep_field")))
 def test_recipe(tmp_path: Path, content: str) -> None:
     more = {
         "alias": b"base: base.yaml\nrun: &r\n  steps: 1\n  more: *r\ndata: &d [*d]\n",
@@ -460,8 +463,10 @@ def test_values_in_the_state_of_a_checkpoint(tmp_path: Path, order: str) -> None
     resumed(folder, config)
     sections = [{**state["config"], name: value} for name in state["config"] for value in VALUES]
     steps = [{**state["config"], "run": {**state["config"]["run"], "steps": value}} for value in VALUES]
-    variants = [{**state, "config": other} for other in [*sections, *steps, *VALUES]]
-    variants += [{**state, "models": other} for other in [*fields_of(STARTED_FROM), *VALUES]]
+    variants = []
+    if order == "shuffled":  # these sections do not depend on the order
+        variants += [{**state, "config": other} for other in [*sections, *steps, *VALUES]]
+        variants += [{**state, "models": other} for other in [*fields_of(STARTED_FROM), *VALUES]]
     variants += [{**state, "run": other} for other in [*fields_of(state["run"]), *VALUES]]
     variants += [{**state, "run": {**state["run"], "under_way": [value]}} for value in VALUES]
     variants += [{**state, "run": {**state["run"], "lengths": {key: 1.0}}} for key in ("7", "-1", "a", "9" * 40)]

@@ -98,27 +98,23 @@ DEVICE_FILES = (
 """Files that may name a device or a communication library."""
 
 
-@cache
-def parse(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
 def violations(file: str, source: str) -> list[str]:
     """Return the rule violations in a file. `file` is its path from the root, such as megarl/ops/linear_head.py."""
     module = module_of(file)
     package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
-    tree = parse(source)
+    tree = ast.parse(source)
     problems: list[tuple[int, str]] = []
     if layer(module) is None:
         problems.append((1, f"{module} belongs to no layer"))
     # In the package's root, ignore imports for type checkers, because it imports public names lazily.
-    for line, target in imports(run(tree) if module == "megarl" else ast.walk(tree), package):
+    nodes = [*ast.walk(tree)]
+    for line, target in imports(run(tree) if module == "megarl" else nodes, package):
         problems += [(line, problem) for problem in import_problems(module, target)]
     if is_light(module):
         top_level = imports(run_at_import(tree), package)
         problems += [(line, f"loads {name} at module level") for line, name in top_level if name.split(".")[0] in HEAVY]
     if not any(fnmatch(file, pattern) for pattern in DEVICE_FILES):
-        problems += [(line, f"names a device: {text}") for line, text in devices(tree, package)]
+        problems += [(line, f"names a device: {text}") for line, text in devices(nodes, package)]
     return [f"{file}:{line}: {problem}" for line, problem in problems]
 
 
@@ -160,16 +156,16 @@ def run(tree: ast.AST, in_functions: bool = True) -> Iterator[ast.AST]:
         yield from run(node, in_functions)
 
 
-def devices(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+def devices(nodes: Iterable[ast.AST], package: str) -> Iterator[tuple[int, str]]:
     """Yield (line, text) of literals such as "cuda:0" or "nccl", of every `.cuda`, and of imports from torch.cuda."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             words = set(re.split("[:,]", node.value))
             if words & {"cuda", "nccl", "gloo"} and not re.search(r"\s", node.value):
                 yield node.lineno, repr(node.value)
         elif isinstance(node, ast.Attribute) and node.attr == "cuda":
             yield node.lineno, ast.unparse(node)
-    for line, name in imports(ast.walk(tree), package):
+    for line, name in imports(nodes, package):
         if f"{name}.".startswith("torch.cuda."):
             yield line, name
 
@@ -192,6 +188,7 @@ def is_in(module: str, part: str) -> bool:
     return f"{place(module)}/".startswith(part.removesuffix(".py") + "/")
 
 
+@cache
 def layer(module: str) -> int | None:
     """Return the module's layer from 0, None if LAYERS does not list it."""
     if module == "megarl":
@@ -217,9 +214,8 @@ def test_root_contains_only_the_entry_points() -> None:
     assert root_files == {"__init__.py", "__main__.py", "cli.py", "train.py", "finetune.py"}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_source_follows_the_import_rules(file: str) -> None:
-    assert violations(file, (ROOT / file).read_text(encoding="utf-8")) == []
+def test_sources_follow_the_import_rules() -> None:
+    assert [line for file in FILES for line in violations(file, (ROOT / file).read_text(encoding="utf-8"))] == []
 
 
 def test_there_are_no_circular_imports() -> None:
@@ -233,7 +229,7 @@ def import_cycles(sources: Mapping[str, str]) -> list[list[str]]:
     graph = TopologicalSorter()
     for module, file in modules.items():
         package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
-        targets = (target for _, target in imports(run(parse(sources[file])), package))
+        targets = (target for _, target in imports(run(ast.parse(sources[file])), package))
         graph.add(module, *{name for target in targets if (name := known(target, modules)) not in (None, module)})
     try:
         graph.prepare()
@@ -403,7 +399,7 @@ def test_imported_packages_are_declared_dependencies() -> None:
     names = ("run", "gpu", "images", "ocr", "rewards", "trackers")
     requirements = [*project["dependencies"], *(line for extra in names for line in extras[extra])]
     declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
-    trees = [parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES if file not in OTHER_PYTHONS]
+    trees = (ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES if file not in OTHER_PYTHONS)
     packages = {name.split(".")[0] for tree in trees for _, name in imports(ast.walk(tree), "megarl")}
     third_party = packages - {"megarl"} - sys.stdlib_module_names
     assert {DISTRIBUTIONS.get(name, name).replace("_", "-") for name in third_party} - declared == set()

@@ -9,8 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 import zipfile
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
@@ -71,9 +73,8 @@ def build_wheel(source: Path) -> Path:
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, source)
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
-    command = [sys.executable, "-m", "pip", "wheel", ".", *options, "--wheel-dir", "wheels"]
-    subprocess.run(command, cwd=source, check=True, timeout=WAIT_S)
+    build = "from setuptools import build_meta; build_meta.build_wheel('wheels')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=WAIT_S)
     [wheel] = (source / "wheels").iterdir()
     return wheel
 
@@ -85,26 +86,62 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def megarl(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a megarl command. RECIPES in its arguments stands for the recipe folder, FOLDER for the working directory."""
-    folders = {"RECIPES": site / "megarl" / "config" / "recipes", "FOLDER": cwd}
-    for placeholder, path in folders.items():
-        arguments = [argument.replace(placeholder, str(path)) for argument in arguments]
-    return run(site, "-m", "megarl.cli", *arguments, cwd=cwd)
+FORK = """
+import json, os, sys
+import megarl.cli, megarl.config.load, megarl.planner.plan, megarl.run.beginning
+megarl.config.load.load(sys.argv[1])  # caches base.yaml
+for line in sys.stdin:
+    sys.argv[1:], folder, *files = json.loads(line)
+    if not (child := os.fork()):
+        for descriptor, file in enumerate(files, start=1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+        os.chdir(folder)
+        megarl.cli.main()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run(site: Path, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def megarl(site: Path) -> Iterator[Command]:
+    """A function that runs a megarl command in a fork of a process that has imported modules of most commands. RECIPES
+    in its arguments stands for the recipe folder, FOLDER for the working directory."""
+    recipes = site / "megarl" / "config" / "recipes"
+    command = [*PYTHON, "-c", FORK, str(recipes / "quickstart.yaml")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment(site), text=True, **pipes) as parent:
+
+        def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+            for placeholder, path in {"RECIPES": recipes, "FOLDER": cwd}.items():
+                arguments = tuple(argument.replace(placeholder, str(path)) for argument in arguments)
+            with tempfile.TemporaryDirectory() as folder:
+                files = [Path(folder, name) for name in ("stdout", "stderr")]
+                print(json.dumps([arguments, str(cwd), *map(str, files)]), file=parent.stdin, flush=True)
+                code = int(parent.stdout.readline())
+                return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files))
+
+        yield run
+
+
+PYTHON = (sys.executable, "-S")
+"""Python without site-packages."""
+
+
+def environment(site: Path) -> dict[str, str]:
     # Set TMPDIR, because run folders must not be inside it, and the tests' folder may be in /tmp.
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "HOME": str(site), "TMPDIR": "/var/tmp"}
-    command = [sys.executable, "-S", *command]  # without site-packages
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=RUN_S)
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "HOME": str(site), "TMPDIR": "/var/tmp"}
+
+
+def output(site: Path, code: str, cwd: Path) -> str:
+    return subprocess.check_output([*PYTHON, "-c", code], cwd=cwd, env=environment(site), text=True, timeout=RUN_S)
 
 
 def test_heavy_packages_are_absent(site, tmp_path):
     code = f"import importlib.util; print([n for n in {ABSENT} if importlib.util.find_spec(n)])"
-    assert run(site, "-c", code, cwd=tmp_path).stdout == "[]\n"
+    assert output(site, code, tmp_path) == "[]\n"
     code = "import megarl; print(megarl.__file__)"
-    assert run(site, "-c", code, cwd=tmp_path).stdout == f"{site}/megarl/__init__.py\n"
+    assert output(site, code, tmp_path) == f"{site}/megarl/__init__.py\n"
 
 
 def test_wheel_contains_package_recipes_and_job_script(site):
@@ -135,13 +172,12 @@ PLAN = ("plan", "RECIPES/h100/qwen2.5-7b-8xh100-grpo.yaml", "--gpus", "8xH100-80
         ("config", "explain", "RECIPES/quickstart.yaml", "model.path=FOLDER", "actor.layout.last_stage_layers=null"),
         ("algorithms", "rloo"),
         ("reshard", "--model", "FOLDER/config.json", "--from", "tp=2,pp=2", "--to", "vllm:tp=2"),
-        PLAN,
         ("launch", "RECIPES/quickstart.yaml", "--nodes=1", "--gpus-per-node=0", "--time=1:00:00", "--dry-run"),
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
-def test_inspection_commands_succeed(site, folder, arguments):
-    done = megarl(site, *arguments, cwd=folder)
+def test_inspection_commands_succeed(megarl, folder, arguments):
+    done = megarl(*arguments, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
 
@@ -158,10 +194,10 @@ def test_inspection_commands_succeed(site, folder, arguments):
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_commands_name_the_missing_package_in_one_line(site, folder, arguments):
+def test_commands_name_the_missing_package_in_one_line(megarl, folder, arguments):
     """The recipe trains, the folder has a run with a rollout, and only packages of extras are missing."""
     write_run(folder / "run")
-    done = megarl(site, *arguments, cwd=folder)
+    done = megarl(*arguments, cwd=folder)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     [line] = done.stderr.splitlines()
     assert line.startswith("megarl: error: ") and " requires the package " in line
@@ -169,9 +205,9 @@ def test_commands_name_the_missing_package_in_one_line(site, folder, arguments):
 
 
 @pytest.mark.parametrize("arguments", [("report", "FOLDER/run"), ("watch", "FOLDER"), ("trace", "FOLDER/run")])
-def test_other_commands_have_no_traceback(site, folder, arguments):
+def test_other_commands_have_no_traceback(megarl, folder, arguments):
     write_run(folder / "run")
-    done = megarl(site, *arguments, cwd=folder)
+    done = megarl(*arguments, cwd=folder)
     assert done.returncode in (0, 2), done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == (done.returncode == 2) and all(line.startswith("megarl: error: ") for line in lines)
@@ -219,26 +255,26 @@ def test_install_command_finds_the_extra(site):
     assert install_extra("run").startswith("run pip install '.[run]' in a checkout")
 
 
-def test_plan_html_and_reports_require_no_extra(site, folder):
-    done = megarl(site, *PLAN, "--html", "page.html", cwd=folder)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_plan_html_and_reports_require_no_extra(megarl, folder):
+    done = megarl(*PLAN, "--html", "page.html", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.strip()
     assert (folder / "page.html").read_text().count("<svg") == 2
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    done = megarl(site, "report", ".", cwd=folder)
+    done = megarl("report", ".", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert "uPlot" in (folder / "report.html").read_text()
 
 
-def test_init_writes_a_loadable_recipe(site, tmp_path, monkeypatch):
-    assert megarl(site, "init", cwd=tmp_path).returncode == 0
+def test_init_writes_a_loadable_recipe(megarl, tmp_path, monkeypatch):
+    assert megarl("init", cwd=tmp_path).returncode == 0
     [recipe] = tmp_path.glob("*.yaml")
-    done = megarl(site, "config", "show", recipe.name, cwd=tmp_path)
+    done = megarl("config", "show", recipe.name, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     monkeypatch.chdir(tmp_path)
     assert done.stdout == dump(load(recipe))  # this process reads base.yaml from the checkout
 
 
-def test_doctor_lists_missing_packages(site, tmp_path):
-    done = megarl(site, "doctor", cwd=tmp_path)
+def test_doctor_lists_missing_packages(megarl, tmp_path):
+    done = megarl("doctor", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
     assert "problems: torch, megatron-core, vllm, ray, transformers" in done.stdout

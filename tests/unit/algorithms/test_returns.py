@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megarl.algorithms.returns import at_last_token, reward_to_go, sum_of_sample
+from tests.closeness import assert_matches
 
 ROWS = torch.tensor([0, 0, 0, 0, 1, 2, 2])
 MASK = torch.tensor([True, False, True, True, False, True, True])
@@ -13,10 +14,8 @@ MASK = torch.tensor([True, False, True, True, False, True, True])
 
 def test_reward_to_go_counts_trained_tokens_only():
     reward = torch.tensor([1.0, 50.0, 2.0, 4.0, 70.0, 8.0, 16.0])
-    torch.testing.assert_close(
-        reward_to_go(reward, MASK, ROWS, 0.5),
-        torch.tensor([1 + 0.5 * (2 + 0.5 * 4), 0, 2 + 0.5 * 4, 4, 0, 8 + 0.5 * 16, 16]),
-    )
+    expected = [1 + 0.5 * (2 + 0.5 * 4), 0, 2 + 0.5 * 4, 4, 0, 8 + 0.5 * 16, 16]
+    assert reward_to_go(reward, MASK, ROWS, 0.5).tolist() == expected
     assert sum_of_sample(reward, MASK, ROWS, 4).tolist() == [7.0, 0.0, 24.0, 0.0]
 
 
@@ -25,12 +24,19 @@ def test_reward_to_go_stays_within_the_sample(gamma):
     source = random.Random(2)
     rows = sorted(source.randrange(6) for _ in range(60))
     mask = [source.random() < 0.7 for _ in rows]
-    reward = [source.gauss(0, 1) for _ in rows]
-    actual = reward_to_go(torch.tensor(reward), torch.tensor(mask), torch.tensor(rows), gamma)
-    for t in range(60):
-        later = [s for s in range(t, 60) if rows[s] == rows[t] and mask[s]] if mask[t] else []
-        expected = sum(gamma**distance * reward[s] for distance, s in enumerate(later))
-        assert float(actual[t]) == pytest.approx(expected, abs=1e-5)
+    reward = torch.tensor([source.gauss(0, 1) for _ in rows])
+    actual = reward_to_go(reward, torch.tensor(mask), torch.tensor(rows), gamma)
+
+    def explicit() -> dict[str, torch.Tensor]:
+        own = reward.to(torch.get_default_dtype())
+        sums = torch.zeros_like(own)
+        for t in range(60):
+            later = [s for s in range(t, 60) if rows[s] == rows[t] and mask[s]] if mask[t] else []
+            for distance, s in enumerate(later):
+                sums[t] += gamma**distance * own[s]
+        return {"sums": sums}
+
+    assert_matches({"sums": actual}, explicit, "rewards-to-go")
 
 
 def test_sample_reward_is_placed_on_last_trained_token():

@@ -17,16 +17,16 @@ from tests.paths import QUICKSTART
 from tests.timing import POLL_S
 
 START = """
-import json, os, signal, sys, time
-from megarl.config.load import load
-from megarl.run.folder import RunFolder
+import json, os, shutil, signal, sys, time
+from pathlib import Path
 pipe = open(int(os.environ["MEGARL_EVENTS"]), "w")
 
 def send(**event):
     print(json.dumps(event), file=pipe, flush=True)
 
-folder = RunFolder.of(load(sys.argv[2])).path
+folder = Path(FOLDER)
 folder.mkdir(parents=True)
+shutil.copy(sys.argv[2], folder / "recipe.yaml")
 lines = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 1.0, "policy/kl": None}]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 """
@@ -59,12 +59,13 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def replace(tmp_path, monkeypatch):
+def replace(config, tmp_path, monkeypatch):
     """`replace(code)` makes commands run the code after START."""
+    folder = str(RunFolder.of(config).path)
 
     def replace(code: str, start: str = START) -> None:
         script = tmp_path / "megarl.py"
-        script.write_text(start + code)
+        script.write_text(start.replace("FOLDER", repr(folder)) + code)
         monkeypatch.setattr(commands, "MEGARL", (sys.executable, "-P", str(script)))
 
     return replace
@@ -85,6 +86,7 @@ def test_callbacks_receive_all_events_in_order(config, replace, capfd):
         config, on_step=note("step"), on_evaluation=note("evaluation"), on_checkpoint=note("checkpoint")
     )
     folder = RunFolder.of(config).path
+    assert megarl.load_config(folder / "recipe.yaml") == config
     assert calls == [
         ("evaluation", 0, {"evaluation/gsm8k/avg@1": 0.25}),
         ("step", 1, {"reward/mean": 0.5}),
@@ -199,12 +201,6 @@ pathlib.Path(out).mkdir()
 """
     replace(code, start="")
     assert megarl.run_evaluation("org/model", config, tmp_path / "out") == {"sets": {"org/model": "evaluate --out"}}
-
-
-def test_invalid_conversion_is_a_user_error(tmp_path):
-    with pytest.raises(megarl.UserError, match="Fix: "):
-        megarl.convert_to_megatron(tmp_path / "missing", tmp_path / "out", tp=2, quiet=True)
-    assert not (tmp_path / "out").exists()
 
 
 def test_unknown_layout_size_is_reported(tmp_path):

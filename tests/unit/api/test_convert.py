@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -14,12 +13,13 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import megarl
+from megarl.api import commands
 from megarl.api.convert import app
 from megarl.config.load import load
 from megarl.run.checkpoints import Checkpoints
 from tests.forked_script import run_script
 from tests.paths import BASE, ROOT
-from tests.timing import RUN_S
 from tests.unit.megatron.checkpoint.test_conversion import names_in, write_model
 from tests.unit.resharding.cases import config_of
 
@@ -109,13 +109,18 @@ finally:
     assert (done.returncode, done.stdout, done.stderr) == (143, "tidied up\n", "")
 
 
-def test_convert_does_not_load_the_compiler():
+def test_invalid_conversion_does_not_load_the_compiler(tmp_path, monkeypatch, capfd):
     """The command runs in a separate process, because the test process has loaded the compiler. Importing Megatron
     prints nothing."""
-    loaded = """
-import megarl.megatron.checkpoint.conversion
-print(*sorted({"torch._dynamo", "torch.distributed.checkpoint"} & sys.modules.keys()))
+    script = """
+import atexit, sys
+from megarl import cli
+atexit.register(lambda: print(*sorted({"torch._dynamo", "torch.distributed.checkpoint"} & sys.modules.keys())))
+cli.main()
 """
-    command = [sys.executable, "-c", with_command(loaded)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "torch.distributed.checkpoint\n", "")
+    monkeypatch.setattr(commands, "MEGARL", (sys.executable, "-c", script))
+    with pytest.raises(megarl.UserError, match="Fix: ") as raised:
+        megarl.convert_to_megatron(tmp_path / "missing", tmp_path / "out", tp=2)
+    printed = f"megarl: error: {raised.value}\ntorch.distributed.checkpoint\n"
+    assert capfd.readouterr().out.lstrip("\n") == printed
+    assert names_in(tmp_path) == set()

@@ -283,7 +283,7 @@ def changes(draw: st.DrawFn) -> dict[str, dict]:
     }
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(changes())
 def test_dump_loads_back(tmp_path_factory: pytest.TempPathFactory, changed: dict[str, dict]) -> None:
     values = load(QUICKSTART).model_dump()

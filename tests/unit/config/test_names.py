@@ -226,13 +226,15 @@ def test_messages_name_existing_keys() -> None:
         *(f"algorithm.advantage.{option}" for spec in ESTIMATORS.values() for option in spec.all_parameters),
     }
     sections = {name.partition(".")[0] for name in (*Config.model_fields, *RENAMED, *REMOVED)}
+    key_and_value = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_]+)+)(?==)")
     unknown = [
         f"{file.relative_to(ROOT)}:{node.lineno}: {key}"
         for file in sorted((ROOT / "megarl").rglob("*.py"))
         if file.name != "names.py"
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if key_and_value.search(source := file.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        for key in re.findall(r"(?<![\w./-])([a-z_]+(?:\.[a-z_]+)+)(?==)", node.value)
+        for key in key_and_value.findall(node.value)
         if key.partition(".")[0] in sections and key not in known and "_overrides." not in key
     ]
     assert unknown == []

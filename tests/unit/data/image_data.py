@@ -39,7 +39,7 @@ def jsonl(folder: Path, *rows: dict[str, Any]) -> Path:
 
 
 def config_of(source: Path, context_length: int = 512, **data: Any) -> Config:
-    document = yaml.safe_load(BASE.read_text())
+    document = yaml.load(BASE.read_text(), yaml.CSafeLoader)
     document["model"].update(path="unused", vision=True)
     document["rollout"].update(max_new_tokens=16, context_length=context_length)
     document["data"].update({"source": str(source), "image_column": "images"} | data)

@@ -32,7 +32,7 @@ def model_folder(tmp_path_factory):
 
 
 def config_of(source, max_new_tokens=16, context_length=256, seed=0, **data) -> Config:
-    document = yaml.safe_load(BASE.read_text())
+    document = yaml.load(BASE.read_text(), yaml.CSafeLoader)
     document["run"]["seed"] = seed
     document["model"]["path"] = "unused"
     document["rollout"].update(max_new_tokens=max_new_tokens, context_length=context_length)

@@ -50,7 +50,7 @@ def model_folder(tmp_path_factory) -> Path:
 
 
 def config_of(source: str, functions: list | None = None, **data) -> Config:
-    document = yaml.safe_load(BASE.read_text())
+    document = yaml.load(BASE.read_text(), yaml.CSafeLoader)
     document["model"]["path"] = "unused"
     document["rollout"].update(max_new_tokens=16, context_length=8192)
     document["data"].update(source=source, **data)

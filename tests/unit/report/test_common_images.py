@@ -23,10 +23,17 @@ NAMES = ["digits.7.0", "digits.7.1", "digits.8.0", "digits.8.1"]
 SHARED = "Images that some runs lack for the same step and prompt are omitted"
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> list[Path]:
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two runs that evaluate after steps 0, 2, 4 and 0, 2."""
-    return [write_run(tmp_path / "long", 4), write_run(tmp_path / "short", 3, first_noise=60)]
+    folder = tmp_path_factory.mktemp("runs")
+    return [write_run(folder / "long", 4), write_run(folder / "short", 3, first_noise=60)]
+
+
+@pytest.fixture
+def runs(originals: list[Path], tmp_path: Path) -> list[Path]:
+    """Copies of the runs, which a test may change."""
+    return [Path(shutil.copytree(run, tmp_path / run.name, symlinks=True)) for run in originals]
 
 
 def compare(runs: list[Path]) -> str:

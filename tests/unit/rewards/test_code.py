@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from megarl.rewards.code import code_stdin_stdout, code_tests, last_code_block
+from megarl.rewards.code import _prints, code_stdin_stdout, code_tests, last_code_block
 from megarl.sandbox.choice import Unsafe
+from megarl.sandbox.sandbox import Finished
 from tests.marks import exhaustive_but
 from tests.sandboxes import limits
 from tests.timing import HANG_S, WAIT_S
@@ -335,6 +336,9 @@ def test_entry_point_may_be_a_method(entry_point, right):
 def test_invalid_tests_are_a_failure_and_not_a_wrong_answer(test, reason):
     with pytest.raises(ValueError, match=f"code_tests: {reason}"):
         passes(SAME, test)
+
+
+def test_program_with_a_missing_module_or_name_is_wrong():
     assert not passes("import no_such_module\ndef f(x): return x", "assert f(1) == 1")
     assert not passes("def f(x): import no_such_module", "assert f(1) == 1")
     assert not passes("x = 1", "from solution import f")
@@ -380,7 +384,7 @@ def test_code_stdin_stdout_reads_all_forms_of_pairs(answer):
     ],
 )
 def test_only_whitespace_around_words_is_ignored(printed, expected, same):
-    assert prints(f"print({printed!r}, end='')", [{"input": "", "output": expected}]) is same
+    assert _prints(Finished(0, None, 0.0, printed.encode()), expected) is same
 
 
 def test_program_that_fails_after_its_output_is_wrong():

@@ -102,10 +102,14 @@ def test_options_are_arguments_and_not_columns(file):
         ),
     ],
 )
-def test_invalid_option_is_refused_before_any_call(file, name, options, message):
-    name = name.replace("FILE", file)
+def test_invalid_option_is_refused(file, name, options, message):
     with pytest.raises(UserError, match=f"^rewards.functions: .*{re.escape(message.replace('FILE', file))}"):
-        FunctionPool([RewardFunction(function=name, options=options)], None, 1, 5.0)
+        resolve(name.replace("FILE", file), options)
+
+
+def test_pool_refuses_invalid_options():
+    with pytest.raises(UserError, match=r"^rewards.functions: .*exact_match has no option 'case'\. Fix: remove"):
+        FunctionPool([RewardFunction(function="exact_match", options={"case": 1})], None, 1, 5.0)
 
 
 def entries() -> str:

@@ -36,14 +36,31 @@ CONCURRENCY = 4
 MAX_CHARACTERS = 30
 
 
-class Server(ThreadingHTTPServer):
-    """A judge whose behavior is selected by the judged response. Records its requests."""
+class Listener(ThreadingHTTPServer):
+    """The HTTP server of all tests, with a pool of processes that send it requests."""
 
     daemon_threads = True
     request_queue_size = 64
+    judge: Server
+    """The judge of the current test."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.pool = self.new_pool()
+
+    def new_pool(self, outage_s: float = 0.0, **options: object) -> FunctionPool:
+        url = f"http://127.0.0.1:{self.server_port}/v1"
+        defaults = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}"}
+        defaults |= {"timeout_s": WAIT_S, "retries": 0}
+        entry = RewardFunction(function="generative_judge", options=defaults | options)
+        return FunctionPool([entry], None, 1, WAIT_S, outage_s=outage_s)
+
+
+class Server:
+    """A judge whose behavior is selected by the judged response. Records its requests."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener, self.server_port = listener, listener.server_port
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
         self.active = self.most_active = 0
@@ -55,38 +72,39 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Server
+    server: Listener
 
     def do_POST(self) -> None:
+        judge = self.server.judge
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append(request)
-            self.server.keys.append(self.headers["Authorization"])
-            self.server.active += 1
-            self.server.most_active = max(self.server.most_active, self.server.active)
+        with judge.lock:
+            judge.requests.append(request)
+            judge.keys.append(self.headers["Authorization"])
+            judge.active += 1
+            judge.most_active = max(judge.most_active, judge.active)
         try:
             content = request["messages"][0]["content"]
             _, response, rejection = (content if isinstance(content, str) else content[-1]["text"]).rsplit("|", 2)
-            self._answer(response if rejection == "12" else rejection)
+            self._answer(judge, response if rejection == "12" else rejection)
         except BrokenPipeError:
             pass
         finally:
-            with self.server.lock:
-                self.server.active -= 1
+            with judge.lock:
+                judge.active -= 1
 
-    def _answer(self, response: str) -> None:
+    def _answer(self, judge: Server, response: str) -> None:
         """Echo the response. A judge that quotes ratings repeats them with a space, and this one removes it."""
         action, _, text = response.replace("[ [", "[[").partition(" ")
         text = text if action != "quote" else response.partition(" ")[2]
         if action == "slow":
             time.sleep(HANG_S)
         elif action == "wait":
-            self.server.several.wait(WAIT_S)
+            judge.several.wait(WAIT_S)
         if action == "drop":
             self.close_connection = True
             return
-        num_requests = sum(response in str(request["messages"][0]["content"]) for request in self.server.requests)
-        is_unavailable = action == "flaky" and num_requests <= self.server.num_unavailable
+        num_requests = sum(response in str(request["messages"][0]["content"]) for request in judge.requests)
+        is_unavailable = action == "flaky" and num_requests <= judge.num_unavailable
         status = 503 if is_unavailable else int(text) if action == "status" else 200
         if response.startswith("!"):
             status = 422
@@ -104,41 +122,44 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.fixture(scope="module")
+def listener() -> Iterator[Listener]:
+    listener = Listener()
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    yield listener
+    listener.pool.close()
+    listener.shutdown()
+    listener.server_close()
+
+
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def server(listener: Listener) -> Server:
+    listener.judge = Server(listener)
+    return listener.judge
 
 
 def judged(
     server: Server,
     *responses: str,
-    outage_s: float = 0.0,
     answer: str = "12",
     text: str = "Q {answer}",
     files: Sequence[bytes] = (),
     **options,
 ) -> list:
-    """Return the results of the responses, computed in a pool's processes. files: encoded images in the prompt."""
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    defaults = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}"}
-    defaults |= {"timeout_s": WAIT_S, "retries": 0}
-    entry = RewardFunction(function="generative_judge", options=defaults | options)
+    """Return the results of the responses, computed in the listener's pool or, with `options`, in a new one.
+    files: encoded images in the prompt."""
     images = tuple(PromptImage(i, 1, (1, 2, 2), str(i), file) for i, file in enumerate(files))
     prompt = Prompt("p", text, [1] * max(1, len(files)), answer=answer, images=images)
     samples = [
         Sample(str(i), prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", text)
         for i, text in enumerate(responses)
     ]
-    pool = FunctionPool([entry], None, 1, WAIT_S, outage_s=outage_s)
+    pool = server.listener.new_pool(**options) if options else server.listener.pool
     try:
         return [results["generative_judge"] for results in asyncio.run(judge_batch(pool, samples))]
     finally:
-        pool.close()
+        if options:
+            pool.close()
 
 
 @pytest.mark.parametrize(
@@ -188,10 +209,10 @@ def test_response_rejected_in_every_part_gets_the_worst_rating(server):
 )
 def test_response_that_the_server_fails_on_gets_the_worst_rating(server, response, failure):
     """The server answers the same question with an empty response, so it is available."""
-    timeout_s = LIMIT_S if "slow" in response else WAIT_S
-    [result] = judged(server, response, timeout_s=timeout_s)
+    options = {"timeout_s": LIMIT_S} if "slow" in response else {}
+    [result] = judged(server, response, **options)
     assert (result.value, result.failure) == (0.0, None) and failure in result.issues["unrated"]
-    [result] = judged(server, "say [[10]]", answer=response, timeout_s=timeout_s)
+    [result] = judged(server, "say [[10]]", answer=response, **options)
     assert result.value is None and result.kind == "away" and failure in result.failure
 
 

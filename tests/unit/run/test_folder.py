@@ -22,7 +22,7 @@ from tests.paths import CONFIGS
 
 @pytest.fixture
 def config(tmp_path) -> Config:
-    keys = yaml.safe_load((CONFIGS / "base.yaml").read_text())
+    keys = yaml.load((CONFIGS / "base.yaml").read_text(), yaml.CSafeLoader)
     keys["run"] |= {"folder": str(tmp_path / "runs"), "name": "first", "seed": 7}
     keys["model"]["path"] = "models/tiny"
     keys["data"]["source"] = "arithmetic"

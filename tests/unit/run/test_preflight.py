@@ -175,58 +175,68 @@ def test_reward_functions_receive_the_columns_of_the_row(
     assert errors == "" and rows["rewards"] == "number = 7 for the first row's answer"
 
 
-@pytest.mark.parametrize("column", ["prompt_images", "num_response_tokens"])
 def test_columns_with_names_of_provided_values_are_errors(
-    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, column: str
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     data = tmp_path / "rows.jsonl"
-    data.write_text(f'{{"prompt": "1 + 1 =", "answer": "2", "{column}": 7}}\n' * 4)
     keys = functions(recipe, "provided'"), f"data.source={data}"
-    assert fail(recipe, tmp_path, capfd, *keys) == (
-        f"megarl: error: rows.jsonl:1: column {column!r} has the name of a value that the run passes to reward "
-        "functions. Fix: rename the column"
-    )
-    data.write_text(data.read_text().replace(column, "other"))
+    for column in ("prompt_images", "num_response_tokens", "other"):
+        data.write_text(f'{{"prompt": "1 + 1 =", "answer": "2", "{column}": 7}}\n' * 4)
+        if column != "other":
+            assert fail(recipe, tmp_path, capfd, *keys) == (
+                f"megarl: error: rows.jsonl:1: column {column!r} has the name of a value that the run passes to reward "
+                "functions. Fix: rename the column"
+            )
     (tmp_path / "runs").mkdir()
     rows, errors = check(recipe, tmp_path / "runs", capfd, *keys)
     assert errors == "" and rows["rewards"] == "provided = 1 for the first row's answer"
 
 
+NO_NUMBER = "returned {} instead of a finite number or a bool"
+BROKEN = {
+    "nothing": NO_NUMBER.format("NoneType"),
+    "mapping": NO_NUMBER.format("dict"),
+    "text": NO_NUMBER.format("str"),
+    "not_a_number": NO_NUMBER.format("nan"),
+    "turns": NO_NUMBER.format("a list of 1"),
+    "tags": "raised IndexError: list index out of range",
+    "batch": "raised IndexError: list index out of range",
+    "batch_of_dicts": NO_NUMBER.format("dict"),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "failure"),
+    "failures",
     [
-        ("nothing", "returned NoneType instead of a finite number or a bool on sample prompts.jsonl:1"),
-        ("mapping", "returned dict instead of a finite number or a bool on sample prompts.jsonl:1"),
-        ("text", "returned str instead of a finite number or a bool on sample prompts.jsonl:1"),
-        ("not_a_number", "returned nan instead of a finite number or a bool on sample prompts.jsonl:1"),
-        ("turns", "returned a list of 1 instead of a finite number or a bool on sample prompts.jsonl:1"),
-        ("tags", "raised IndexError: list index out of range on sample prompts.jsonl:1"),
-        ("batch", "raised IndexError: list index out of range on sample prompts.jsonl:1"),
-        ("batch_of_dicts", "returned dict instead of a finite number or a bool on sample prompts.jsonl:1"),
-        pytest.param(
-            "hangs",
-            f"did not return within rewards.timeout_s={LIMIT_S} on sample prompts.jsonl:1",
-            marks=pytest.mark.exhaustive,
-        ),
+        BROKEN,
+        pytest.param({"hangs": f"did not return within rewards.timeout_s={LIMIT_S}"}, marks=pytest.mark.exhaustive),
     ],
+    ids=", ".join,
 )
 def test_reward_that_fails_on_the_first_answer_fails_the_check(
-    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, name: str, failure: str
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, failures: dict[str, str]
 ) -> None:
-    lines = fail_lines(recipe, tmp_path, capfd, functions(recipe, f"{name}'"), f"rewards.timeout_s={LIMIT_S}")
-    first = next(i for i, line in enumerate(lines) if line.startswith("megarl: error"))  # a killed process dumps stacks
-    line, *stack = lines[first:]
-    assert line == (
-        f"megarl: error: rewards.functions: {name} {failure} (megarl used the row's answer as the response in this "
-        "trial). Fix: correct the reward function, which must return a finite number or a bool"
-    )
-    if "raised" not in failure:
-        assert stack == []
-        return
-    assert stack[0] == "    Traceback (most recent call last):"
-    assert f'    File "{recipe.parent}/rewards.py", line ' in stack[1] and name in stack[1]
-    assert 'response.split("<answer>")[1]' in stack[2]
-    assert stack[-1] == "    IndexError: list index out of range"
+    """All broken functions are reported, those that raise with their traceback."""
+    listed = functions(recipe, *(f"{name}'" for name in failures))
+    lines = fail_lines(recipe, tmp_path, capfd, listed, f"rewards.timeout_s={LIMIT_S}")
+    starts = [i for i, line in enumerate(lines) if line.startswith("megarl: error")]  # a killed process dumps stacks
+    stacks = {lines[i]: lines[i + 1 : end] for i, end in zip(starts, [*starts[1:], len(lines)], strict=True)}
+    errors = {
+        name: f"megarl: error: rewards.functions: {name} {failure} on sample prompts.jsonl:1 (megarl used the row's "
+        "answer as the response in this trial). Fix: correct the reward function, which must return a finite number "
+        "or a bool"
+        for name, failure in failures.items()
+    }
+    assert sorted(stacks) == sorted(errors.values())
+    for name, error in errors.items():
+        stack = stacks[error]
+        if "raised" not in error:
+            assert stack == []
+            continue
+        assert stack[0] == "    Traceback (most recent call last):"
+        assert f'    File "{recipe.parent}/rewards.py", line ' in stack[1] and name in stack[1]
+        assert 'response.split("<answer>")[1]' in stack[2]
+        assert stack[-1] == "    IndexError: list index out of range"
 
 
 def test_reward_may_fail_on_an_answer_within_the_limit(
@@ -293,18 +303,13 @@ def test_functions_are_tried_on_the_first_row_of_their_sources(
 def test_wrong_response_of_the_trial_is_named(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     code = "def f(prompt, response, answer):\n    return None if 'wrong' in response else 1.0\n"
     (tmp_path / "reward.py").write_text(code)
-    line = fail(recipe, tmp_path, capfd, f"rewards.functions=[{{function: '{tmp_path}/reward.py:f'}}]")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    key = f"rewards.functions=[{{function: '{tmp_path}/reward.py:f'}}]"
+    line = fail(recipe, runs, capfd, key)
     assert "(megarl used the wrong response 'This response is wrong.' in this trial). Fix: correct" in line
-    assert (
-        run_command(
-            "check",
-            recipe,
-            f"run.folder={tmp_path}",
-            f"rewards={{functions: [{{function: '{tmp_path}/reward.py:f'}}], failure_limit: 0.1}}",
-        )
-        == 0
-    )
-    assert capfd.readouterr().err.startswith("megarl: warning: rewards.functions: f returned NoneType")
+    _, errors = check(recipe, runs, capfd, key, "rewards.failure_limit=0.1")
+    assert errors.startswith("megarl: warning: rewards.functions: f returned NoneType")
 
 
 def test_all_functions_that_cannot_be_loaded_are_reported(
@@ -316,14 +321,16 @@ def test_all_functions_that_cannot_be_loaded_are_reported(
     assert second.startswith("megarl: error: rewards.functions: unknown function 'math_mach'. Fix: use math_match")
 
 
-@pytest.mark.parametrize("name", ["model", "critic", "rollout.speculative"])
-def test_damaged_weights_fail_the_check(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, name: str) -> None:
-    model = shutil.copytree(recipe.parent / "model", tmp_path / name)
-    os.truncate(model / "model.safetensors", 5000)
-    gae = ["algorithm.advantage.estimator=gae", "critic.layout.pp=1"]
-    keys = ["rollout.speculative.method=draft_model"] if name == "rollout.speculative" else gae
-    line = fail(recipe, tmp_path, capfd, *keys, f"{name}.path={model}")
-    assert line.startswith(f"megarl: error: {model}/model.safetensors: not a complete safetensors file")
+def test_damaged_weights_fail_the_check(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """The weights of each model are checked."""
+    names = ("model", "critic", "rollout.speculative")
+    for name in names:
+        model = shutil.copytree(recipe.parent / "model", tmp_path / name)
+        os.truncate(model / "model.safetensors", 5000)
+    keys = ["rollout.speculative.method=draft_model", "algorithm.advantage.estimator=gae", "critic.layout.pp=1"]
+    lines = fail_lines(recipe, tmp_path, capfd, *keys, *(f"{name}.path={tmp_path}/{name}" for name in names))
+    damaged = [line.partition(": not a complete safetensors file")[0] for line in lines]
+    assert sorted(damaged) == sorted(f"megarl: error: {tmp_path}/{name}/model.safetensors" for name in names)
 
 
 def test_eagle_draft_without_its_vocabulary_fails_the_check(recipe, tmp_path, capfd: pytest.CaptureFixture) -> None:
@@ -394,8 +401,7 @@ def test_environments_of_evaluation_sets_are_checked_by_name(
     rows, errors = check(recipe, tmp_path, capfd, sets("text_game"))
     assert rows["evaluation"] == "s0 (3 prompts)" and errors == ""
     wrong = sets("text_gam", "calculator, options: {hihg: 3}")
-    assert run_command("check", recipe, f"run.folder={tmp_path}", wrong) == 2
-    first, second = capfd.readouterr().err.splitlines()
+    first, second = fail_lines(recipe, tmp_path, capfd, wrong)
     assert first.startswith(
         "megarl: error: evaluation.sets: s0: environment.class=text_gam: unknown environment. Did you"
     )
@@ -408,15 +414,13 @@ def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd
         recipe, tmp_path, capfd, f"evaluation.sets=[{{name: a, source: arithmetic, size: 7, {rewards}}}]"
     )
     assert (rows["evaluation"], errors) == ("a (7 prompts)", "")
-    rewards = f"functions: [{{function: '{recipe.parent}/rewards.py:tags'}}]"
-    line, *stack = fail_lines(recipe, tmp_path, capfd, f"evaluation.sets=[{{name: a, source: arithmetic, {rewards}}}]")
-    assert line.startswith("megarl: error: evaluation.sets: a: rewards.functions: tags raised IndexError")
-    assert stack[0] == "    Traceback (most recent call last):"
-    sets = "evaluation.sets=[{name: a, source: no.jsonl}, {name: b, functions: [{function: exact_mach}]}]"
-    assert run_command("check", recipe, f"run.folder={tmp_path}", sets) == 2
-    a, b = capfd.readouterr().err.splitlines()
+    rewards = rewards.replace("length", "tags")
+    sets = f"{{name: a, source: no.jsonl}}, {{name: b, functions: [{{function: exact_mach}}]}}, {{name: c, {rewards}}}"
+    a, b, c, *stack = fail_lines(recipe, tmp_path, capfd, f"evaluation.sets=[{sets}]")
     assert a.startswith(f"megarl: error: evaluation.sets: a: data.source={Path.cwd()}/no.jsonl: not a file. Fix")
     assert b.startswith("megarl: error: evaluation.sets: b: rewards.functions: unknown function 'exact_mach'. Fix: use")
+    assert c.startswith("megarl: error: evaluation.sets: c: rewards.functions: tags raised IndexError")
+    assert stack[0] == "    Traceback (most recent call last):"
 
 
 def test_checkpoint_may_be_at_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,6 +500,8 @@ def test_summary_has_the_images_of_offline_data(images: Path, capfd: pytest.Capt
 
 def test_summary_has_images_of_evaluation_sets_only(images: Path, capfd: pytest.CaptureFixture) -> None:
     sets = f"evaluation.sets=[{{name: a, source: {jsonl(images.parent, *PAIR)}, image_column: images}}]"
-    rows, _ = check(BASE, images.parent / "runs", capfd, *vision_keys(images, "data.source=arithmetic", sets))
+    rows, _ = check(
+        BASE, images.parent / "runs", capfd, *vision_keys(images, "data={source: arithmetic, size: 8}", sets)
+    )
     assert "distinct" not in rows["data"]
     assert rows["images"] == "up to 0.00 GB of Ray's object store for image files"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@cache
 def config(root: Path, *overrides: str) -> Config:
     return load(BASE, [f"run.folder={root}", "run.name=a", "model.path=m", "data.source=arithmetic", *overrides])
 

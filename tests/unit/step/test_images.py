@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.algorithms.transition import sigma_schedule
 from megarl.cluster.rank_batch import RankBatch
@@ -24,6 +25,7 @@ from megarl.models.token_cost import TokenCost
 from megarl.step.dispatch import dispatch
 from megarl.step.metrics import step_metrics
 from megarl.step.requests import requests
+from tests.closeness import assert_matches
 from tests.paths import BASE
 
 KEYS = ("model.path=m", "data.source=rows.jsonl", "rollout.engine=diffusers")
@@ -136,11 +138,16 @@ def test_noised_microbatch_adds_noise_to_the_final_latents():
     sigma = first.sigmas[[3, 3, 5]]
     assert batch.sigma.tolist() == sigma.tolist() and not batch.sigma_next.any() and batch.step_weight is None
     assert np.array_equal(batch.next_latents, np.stack([first.final, second.final, second.final]))
-    scale = sigma.astype(np.float32)[:, None, None, None]
-    noise = (batch.latents.numpy() - (1 - scale) * batch.next_latents.numpy()) / scale
-    expected = [standard_normal(7, item.id, step, (2, 4, 6)) for item, step in ((first, 3), (second, 3), (second, 5))]
-    assert noise == pytest.approx(np.stack(expected), abs=1e-5)
-    assert len({row.tobytes() for row in noise}) == 3
+    noise = [standard_normal(7, item.id, step, (2, 4, 6)) for item, step in ((first, 3), (second, 3), (second, 5))]
+    assert len({row.numpy().tobytes() for row in noise}) == 3
+
+    def interpolated() -> dict[str, torch.Tensor]:
+        dtype = torch.get_default_dtype()
+        scale = torch.tensor(sigma, dtype=dtype)[:, None, None, None]
+        x0, x1 = batch.next_latents.to(dtype), torch.stack(noise).to(dtype)
+        return {"latents": (1 - scale) * x0 + scale * x1}
+
+    assert_matches({"latents": batch.latents}, interpolated, "latents")
     assert batch.rollout_logprobs.tolist() == [0.0] * 3 and batch.weight.tolist() == [0.25, 0.5, 0.5]
     assert (batch.reward[0].item(), batch.baseline[0].item(), batch.scale[0].item()) == (2.0, 0.5, 3.0)
     assert batch.captions[1].map(np.asarray) == second.embedding

@@ -98,9 +98,11 @@ def _target(node: ast.Assign | ast.AnnAssign) -> ast.expr:
     return node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
 
 
+@cache
 def imported() -> set[tuple[str, str | None]]:
     """Return the modules of vLLM that megarl imports, each with an imported name or None."""
-    nodes = [node for file in (ROOT / "megarl").rglob("*.py") for node in ast.walk(tree(file))]
+    files = [file for file in (ROOT / "megarl").rglob("*.py") if "vllm" in file.read_text(encoding="utf-8")]
+    nodes = [node for file in files for node in ast.walk(tree(file))]
     modules = {(alias.name, None) for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names = {
         (n.module, alias.name) for n in nodes if isinstance(n, ast.ImportFrom) and n.level == 0 for alias in n.names
