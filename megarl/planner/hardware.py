@@ -96,11 +96,11 @@ class Cluster:
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of a GPU that a plan may use."""
+        """Memory in bytes that a plan may use on each GPU."""
         return self.gpu.memory_gib * GIB * (1 - self.headroom)
 
     def describe_memory(self) -> str:
-        """Describe the memory of a GPU that a plan may use."""
+        """Describe the memory that a plan may use on each GPU."""
         if not self.headroom:
             return f"{self.gpu.memory_gib:g} GiB"
         return f"{self.memory_bytes / GIB:.1f} of {self.gpu.memory_gib:g} GiB (--headroom {self.headroom:g})"
@@ -139,7 +139,7 @@ def read_cluster(text: str, gpus_per_node: int = 8, headroom: float = 0.0) -> Cl
     if match is None:
         raise UserError(f"--gpus {text}: expected a GPU count and type. Fix: use a form such as 64xH100-80GB")
     if gpus_per_node < 1:
-        raise UserError(f"--nodes-of {gpus_per_node}: expected at least one GPU per node. Fix: use a positive number")
+        raise UserError(f"--nodes-of {gpus_per_node}: expected at least one GPU per node. Fix: use 1 or more")
     if not 0 <= headroom < 1:
         raise UserError(
             f"--headroom {headroom:g}: expected a fraction of at least 0 and below 1. Fix: use {HEADROOM:g}"

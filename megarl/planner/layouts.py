@@ -42,7 +42,7 @@ def broken_rules(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
 
 
 def _model_violations(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
-    """Return an error line for each rule on the model's config.json that the recipe breaks."""
+    """Return an error line for each rule that the recipe breaks for a model with this config.json."""
     try:
         check_model(config, hf_config)
     except UserError as error:
@@ -51,8 +51,8 @@ def _model_violations(config: Config, hf_config: Mapping[str, Any]) -> list[str]
 
 
 class Sizes:
-    """Powers of two into which the model can be split evenly, for each kind of parallelism. refused: an error line for
-    each power of two, up to the cluster's maximum, into which the model cannot be split."""
+    """Powers of two that split the model evenly, for each kind of parallelism. refused: an error line for each power of
+    two, up to the cluster's maximum, that does not split it evenly."""
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], model: ModelParameters, cluster: Cluster):
         """Find the valid sizes. Raise a UserError if the recipe breaks a rule in every layout."""

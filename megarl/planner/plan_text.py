@@ -176,7 +176,7 @@ def _overlapped(plan: StepPlan) -> float | None:
 def _headroom(cluster: Cluster) -> str:
     if not cluster.headroom:
         return ""
-    return f", of which {100 * cluster.headroom:g} % stay free (--headroom {cluster.headroom:g})"
+    return f" with {100 * cluster.headroom:g} % kept free (--headroom {cluster.headroom:g})"
 
 
 def _bound(times: StepTimes, phase: str) -> str:

@@ -1,4 +1,4 @@
-"""Predicts one step's seconds per cause of a run's time ledger, for comparison with the measured ones."""
+"""Predicts a step's seconds by cause, for comparison with those that a run's time ledger measures."""
 
 from __future__ import annotations
 

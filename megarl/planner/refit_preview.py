@@ -1,4 +1,5 @@
-"""Builds and verifies a recipe's refit plan without its machines, and reports the bytes that each link carries."""
+"""Builds and verifies a recipe's refit plan without its machines, and reports the bytes that each kind of link
+carries."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class RolloutTime:
 
 def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
     """Return the number of KV cache bytes per token on an engine rank. Gated delta nets have a state per sequence
-    instead: see `state_bytes`. All other layers are counted, although layers with a sliding window cache only the
-    window's tokens: see `mean_context`."""
+    instead: see `state_bytes`. All other layers are counted in full. Layers with a sliding window cache only the
+    window's tokens; `mean_context` accounts for this."""
     return model.shape.softmax_layers * layer_kv_bytes(model.shape, tp, num_bytes)
 
 

@@ -19,7 +19,7 @@ from megarl.planner.workload import TextWorkload, Workload
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("gradients", "optimizer"), ("parameters", "gradients", "optimizer"))
 FASTEST, SMALLEST = 16, 8
-"""Numbers of training layouts to combine with engine layouts: of the fastest ones, and of those with the least
+"""Numbers of training layouts to combine with engine layouts: of the fastest layouts, and of those that need the least
 memory."""
 
 SMALLEST_CACHE_GIB = 0.5

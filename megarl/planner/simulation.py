@@ -212,7 +212,8 @@ def simulate(
 
     Args:
         num_ahead: number of prompts in flight beyond those for the current step, as in RolloutSchedule.
-        drops: whether rollouts that become too old are dropped and their prompts restarted, instead of waited for.
+        drops: whether rollouts that become too old are dropped and their prompts restarted. Otherwise, steps wait for
+            them.
         lengths: draws the response lengths for the next prompt.
         is_colocated: whether engines pause while the models train, as they do on shared devices.
     """

@@ -169,8 +169,8 @@ class StepPlan:
         remedies = [*(["cluster.replace_ranks=false"] if COPIES in self.host else []), "checkpoint.background=false"]
         return (
             f"--gpus {self.cluster.num_gpus}x{self.cluster.name}: a node's host memory would hold {parts} = "
-            f"{needed / GIB:.1f} GiB, but it has only {available / GIB:.0f} GiB. Fix: offload less, or set "
-            f"{' or '.join(remedies)}"
+            f"{needed / GIB:.1f} GiB, but it has only {available / GIB:.0f} GiB. Fix: remove states "
+            f"from actor.offload, or set {' or '.join(remedies)}"
         )
 
     @property

@@ -31,7 +31,7 @@ from megarl.planner.workload import Packed, Workload
 from megarl.resharding.selection import trains_tower
 
 TOWER = "vision tower"
-"""Cause of the time that the vision tower takes."""
+"""Name of the vision tower's part of the time."""
 
 HOST_ADAM_BYTES = 10e9
 """Bytes of optimizer state per second that a rank's CPU cores can update in host memory. This value assumes that a rank
@@ -271,7 +271,7 @@ def _muon(layout: Layout, held: RankParameters, cluster: Cluster) -> float:
 
 
 def _share(layout: Layout, count: float, experts: float) -> float:
-    """Return a data-parallel rank's share of a sum over the parameters that a rank holds, of which `experts` is for
-    routed experts."""
+    """Return a data-parallel rank's share of `count`, a sum over the parameters that a rank holds. `experts` is the
+    part of `count` for routed experts."""
     shared = experts * layout.expert_tp * layout.ep / (layout.tp * layout.cp * layout.dp)
     return (count - experts) / (layout.dp * layout.cp) + shared

@@ -117,11 +117,11 @@ class TextWorkload(Workload):
 
     Attributes:
         context: maximum number of tokens per sample.
-        longest_response: number of tokens in the longest response, for which the step waits.
+        longest_response: number of tokens in the longest response. The step waits for this response.
         sharing: number of trained samples per prompt. A microbatch processes their common prompt only once.
         is_recurrent: whether the model has recurrent states, so that each sample needs a copy of its prompt.
         windows: the model's layers with a sliding window.
-        image_features: mean number of image features per prompt, each of which is a token of the prompt.
+        image_features: mean number of image features per prompt. Each feature is a token of the prompt.
     """
 
     context: int
@@ -295,7 +295,7 @@ class ImageWorkload(Workload):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The numbers of tokens, with padding, of an image and its caption, which attend to each other."""
+    """An image and its caption, whose tokens attend to each other. The fields are numbers of tokens, with padding."""
 
     image: int
     caption: int
@@ -312,7 +312,7 @@ class Packed:
     Attributes:
         scored_share: fraction of tokens that belong to responses.
         pairs_per_token: mean number of tokens to which a token attends.
-        documents: the documents of one denoising step, which share a microbatch; empty for language models.
+        documents: the documents of one denoising step. They share a microbatch. Empty for language models.
         features: mean number of image features in a microbatch.
         most_features: upper bound on the number of image features in a microbatch, reached if responses are empty.
         image_features: number of features in an image.

@@ -27,7 +27,8 @@ def write(run: Path, out: Path | None = None) -> Path:
         if spans := list(read_spans(logs)):
             attempts[number] = spans
     if not attempts:
-        raise UserError(f"{run}: logs/{ATTEMPT.format(1)}/{FILE} contains no tasks. Fix: pass a run folder")
+        place = f"{run}: logs/{ATTEMPT.format(1)}/{FILE}"
+        raise UserError(f"{place} contains no tasks. Fix: pass a run folder such as runs/latest")
     out = run / "trace.json" if out is None else out
     with replacement(out) as file:  # write event by event, because a million events take a gigabyte
         file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')

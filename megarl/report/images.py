@@ -22,8 +22,8 @@ PNG_SIZE = slice(16, 20), slice(20, 24)
 
 IMAGE, PREVIEW = "image", "preview"
 URI, IS_SMALL = "image_uri", "image_is_small"
-"""Fields of an embedded image: its data URI, and whether it is a PNG image with both sides below SMALL_SIDE, which the
-page enlarges with sharp pixels."""
+"""Fields of an embedded image: its data URI, and whether it is a PNG image with both sides below SMALL_SIDE. The page
+enlarges such images with sharp pixels."""
 
 
 def image_fields(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def embed_images(rollouts: Path, samples: Iterable[dict[str, Any]]) -> int:
 
     Args:
         rollouts: the samples' JSONL file.
-        samples: lines of the file, to which the fields URI and IS_SMALL are added.
+        samples: lines of the file. The fields URI and IS_SMALL are added to them.
     """
     num_bytes = num_omitted = 0
     for sample in samples:

@@ -114,7 +114,7 @@ def _hash(text: str) -> str:
 
 @contextmanager
 def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, ThreadingHTTPServer]]:
-    """Yield the report's URL and its server, whose serve_forever() must have returned when the context ends. Raise a
+    """Yield the report's URL and its server. serve_forever() must have returned when the context ends. Raise a
     UserError if `folder` is not a run folder. port: port number, or 0 for any free port."""
     report, token = LiveReport(folder), secrets.token_urlsafe(16)
     with ThreadingHTTPServer((HOST, port), _handler(report, token)) as server:

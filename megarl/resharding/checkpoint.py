@@ -78,7 +78,7 @@ def checkpoint_holder(name: str, ranks: Iterable[tuple[Holder, Sequence[Extent]]
 
 
 def as_stored(extents: Sequence[Extent], stored: Mapping[str, Sequence[Rectangle]]) -> list[Extent]:
-    """Split the extents at the boundaries of the rectangles in which the checkpoint stores their tensors."""
+    """Split the extents along the rectangles that the checkpoint stores for their tensors."""
     return [
         part
         for extent in extents

@@ -128,7 +128,8 @@ def _stored(
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Assign the tensors, name -> bytes, in order to files of at most `limit` bytes. Return the names per file."""
+    """Assign tensors (name -> bytes) to consecutive files of at most `limit` bytes. Return the tensor names in each
+    file."""
     shards: list[list[str]] = []
     remaining = 0
     for name, size in sizes.items():

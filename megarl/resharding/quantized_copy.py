@@ -1,7 +1,7 @@
 """Quantize weights to fp8 blocks as vLLM does.
 
-Each trainer rank quantizes its own shard. An all-reduce over the ranks that share a tensor makes them agree on the
-scale of a block that a shard boundary splits.
+Each trainer rank quantizes its own shard. If a shard boundary splits a block, an all-reduce over the ranks that share
+the tensor ensures that they use the same scale.
 """
 
 from __future__ import annotations

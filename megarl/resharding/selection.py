@@ -46,7 +46,8 @@ def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
     frozen = frozen_parameters(trained, hf_config, holder)
     if len(frozen) == len(holder.shapes):
         raise UserError(
-            f"{key}={trained.frozen_patterns}: the patterns freeze all parameters. Fix: match fewer tensors"
+            f"{key}={trained.frozen_patterns}: the patterns freeze all parameters. Fix: remove patterns until some "
+            "tensors match none"
         )
 
 

@@ -24,8 +24,7 @@ class ModelReward:
     """A reward model's result for one sample.
 
     Attributes:
-        value: the reward, which is not finite if the model's scores are not. None if the model could not score the
-            sample.
+        value: the reward; not finite if the model's scores are not. None if the model could not score the sample.
         by_token: rewards for the R response tokens, which sum to `value`. NaN for tokens without a reward. None if
             rewards are not assigned to individual tokens.
         failure: the reason why `value` is None, or None.

@@ -33,8 +33,8 @@ PROGRAM = "solution.py"
 
 
 def _text_of(name: str) -> str:
-    """Return the source of a sandboxed program: a module of this package whose only import from the package may be
-    code_channel."""
+    """Return Python source that runs the module `name` of this package in a sandbox. From this package, the module may
+    import only code_channel."""
     channel, module = (Path(__file__).with_name(f"{file}.py").read_text() for file in ("code_channel", name))
     return f"""\
 import sys, types
@@ -57,8 +57,8 @@ def _tests(answer: Any) -> list[str]:
 
 
 def _check_tests(answer: Any, *, entry_point: str | None = None, test_setup_code: str | None = None) -> None:
-    """Raise ValueError if the answer has no tests, if they are not valid Python, or if they do not define `check`
-    although there is an entry point."""
+    """Raise ValueError if the answer has no tests, if they are not valid Python, or if there is an entry point but they
+    do not define `check`."""
     tests = _tests(answer)
     try:
         with warnings.catch_warnings(action="ignore"):  # tests may contain invalid escapes
@@ -66,11 +66,11 @@ def _check_tests(answer: Any, *, entry_point: str | None = None, test_setup_code
     except code_tester.InvalidTests as error:
         raise _invalid(str(error)) from None
     if entry_point and not re.search(r"\bcheck\b|import\s*\*", "\n".join([test_setup_code or "", *tests])):
-        raise _invalid(f"the tests do not define check, which the entry point {entry_point!r} is passed to")
+        raise _invalid(f"the tests do not define check, which must take the entry point {entry_point!r}")
 
 
 def _invalid(reason: str) -> ValueError:
-    remedy = "correct the row's answer or its columns test_setup_code and entry_point"
+    remedy = "edit the row's answer, test_setup_code or entry_point, or drop the row"
     if reason.startswith(code_tester.NEEDS_MODULE):
         remedy = "install the module for the Python that the sandbox runs, or drop the row"
     return ValueError(f"code_tests: {reason}. Fix: {remedy}")

@@ -71,7 +71,7 @@ def is_sent_by_name(value):
 
 
 def items_of(value):
-    """Return the items of a mutable value, which is an instance of a type in ITEMS, or a record with attributes."""
+    """Return the items of a mutable value. Its type is in ITEMS, or it is a record with attributes."""
     items = ITEMS.get(full_name(type(value)))
     return [part for pair in vars(value).items() for part in pair] if items is None else items(value)
 
@@ -107,7 +107,7 @@ class Peer:
     def send(self, message):
         data = json.dumps(message).encode()
         if len(data) > MAX_MESSAGE_BYTES:
-            raise ValueError("the values are too large")
+            raise ValueError(f"the values exceed {MAX_MESSAGE_BYTES >> 20} MiB")
         data = memoryview(b"%d\n%b" % (len(data), data))
         try:
             while data:

@@ -265,7 +265,7 @@ class UsedNames:
         self.entry_point = entry_point
 
     def of_program(self, defined):
-        """Return the names to look up in the program, out of those that it defines."""
+        """Return the names that the tests look up in the program. `defined` contains all names that it defines."""
         defined = defined - self.modules
         plain, shadowing = defined - set(dir(builtins)), defined & set(dir(builtins))
         if self.entry_point:

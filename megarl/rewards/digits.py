@@ -12,14 +12,14 @@ from megarl.rewards.image import checked
 from megarl.rewards.options import checks_rows
 
 HEIGHT, WIDTH = 16, 12
-"""Size in pixels to which the image cell of each digit is scaled before it is compared."""
+"""Size in pixels to which each digit's part of the image is scaled before it is compared."""
 
 FONT_SIZES = (14, 15)
 SHIFTS = (-1, 0, 1)
-"""Font sizes, and shifts in pixels of a cell, at which a digit is recognized."""
+"""Font sizes, and shifts in pixels, of the renderings that the image is compared with."""
 
 MARGIN = 0.2
-"""Width of the interval around 0 in which a difference of two digits' correlations does not decide between them."""
+"""The score rises linearly while the difference between two digits' correlations grows from −MARGIN/2 to MARGIN/2."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Prompts for teachers with feedback on samples (SDPO, https://arxiv.org/abs/2601.20802).
+"""Teacher prompts that contain feedback on the samples (SDPO, https://arxiv.org/abs/2601.20802).
 
 The feedback comes from reward functions and from the environment. It may quote the policy's response, so special tokens
 in it are tokenized as ordinary text.
@@ -46,7 +46,7 @@ def feedback_on(sample: AnySample, results: Mapping[str, Result]) -> dict[str, s
 
 
 class FeedbackPrompts:
-    """Collects prompts with feedback on their samples until `take` is called.
+    """Collects prompts extended with feedback on their samples until `take` is called.
 
     Args:
         teachers: all teachers; those without `feedback` are ignored.

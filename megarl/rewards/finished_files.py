@@ -1,4 +1,5 @@
-"""Files with finished groups of rollouts: one per group, and one with the results of the reward functions."""
+"""Files with finished groups of rollouts: one file per group, and one with the results of the group's reward
+functions."""
 
 from __future__ import annotations
 
@@ -147,6 +148,6 @@ def _results_name(file: Path, content: bytes) -> str:
 
 
 def _number(rollout_id: str) -> tuple[bool, int]:
-    """Sort key of a rollout in its group: its number; a greedy rollout is last."""
+    """Return the sort key of a rollout in its group: rollouts are sorted by number, and a greedy rollout is last."""
     number = rollout_id.rpartition(".")[2]
     return (False, int(number)) if number.isdecimal() else (True, 0)

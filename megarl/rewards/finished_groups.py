@@ -22,7 +22,7 @@ class FinishedGroups:
 
         Args:
             num_rollouts: number of rollouts in a group, including a greedy one.
-            fetch: returns samples with encoded images in place of references to them. It is called in a thread.
+            fetch: returns samples with encoded images instead of references to images. It is called in a thread.
         """
         self._num_rollouts, self._fetch = num_rollouts, fetch
         self._folder: Path | None = None
@@ -32,7 +32,8 @@ class FinishedGroups:
         self._writing: dict[str, asyncio.Future[Path]] = {}
         """Writes that have started, by group name, until their samples are scored or dropped."""
         self._recording: dict[str, asyncio.Task[None]] = {}
-        """Tasks that write the results of reward functions, by group name and for as long as in `_writing`."""
+        """Tasks that write the reward functions' results, by group name. They are kept as long as the entries in
+        `_writing`."""
 
     def begin(self, folder: Path, version: int) -> None:
         """Write groups into this folder from now on. version: the newest weight version that a resumed run can
@@ -40,8 +41,8 @@ class FinishedGroups:
         self._folder, self._version = folder, version
 
     def add(self, samples: Sequence[AnySample]) -> list[list[Sample]]:
-        """Add the samples of finished rollouts. All samples of a rollout are added together. Return the groups that are
-        complete with them and are being written."""
+        """Add the samples of finished rollouts. All samples of a rollout are added together. Return the groups that
+        they complete and that are now being written."""
         if self._folder is None:
             return []
         rollouts: dict[tuple[str, str], list[Sample]] = {}
@@ -64,8 +65,8 @@ class FinishedGroups:
         return write_group(folder, self._fetch(group))
 
     def record(self, group: Sequence[Sample], calls: Mapping[str, asyncio.Task[dict[str, Result]]]) -> None:
-        """Write the results of the reward functions for a group that `add` returned, once all calls, given by rollout
-        id, have succeeded."""
+        """Write the reward functions' results for a group that `add` returned, once all calls have succeeded. `calls`:
+        rollout id -> call."""
         name = group[0].group
         self._recording[name] = asyncio.create_task(_record(self._writing[name], calls))
 
@@ -77,8 +78,7 @@ class FinishedGroups:
                 del groups[name]
 
     async def written(self, samples: Sequence[AnySample]) -> None:
-        """Wait until the groups of these samples, whose rewards are known, are written. Raise the error of a write that
-        failed."""
+        """Wait until the groups of these scored samples are written. Re-raise the error of a failed write."""
         for name in {sample.group for sample in samples if isinstance(sample, Sample)}:
             self._unfinished.pop(name, None)  # absent if this process started in the middle of the group
             for writes in (self._writing, self._recording):

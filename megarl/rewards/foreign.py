@@ -1,4 +1,4 @@
-"""Reject reward functions with the signature of another trainer. The error shows a wrapper for them.
+"""Reject reward functions with another trainer's signature. The error contains a wrapper.
 
 They are not adapted automatically: which column contains the prompt or the reference answer cannot be inferred from a
 signature, and a wrong guess would train on wrong rewards.
@@ -29,10 +29,10 @@ COLUMNS = {
     "extra_info": "extra_info",
     "extra_infos": "extra_info",
 }
-"""verl's parameters for data columns -> the column."""
+"""verl's parameter -> the data column that it receives."""
 
 COMPLETIONS, TOKEN_IDS = TRL = ("completions", "completion_ids")
-"""Parameters that identify a function for TRL, whose remaining parameters name columns."""
+"""Parameters that identify a function for TRL. Its remaining parameters name columns."""
 
 UNAVAILABLE = frozenset({TOKEN_IDS, "trainer_state", "log_extra", "log_metric", "environments"})
 """Arguments that TRL passes to reward functions and megarl does not."""

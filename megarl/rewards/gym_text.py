@@ -38,7 +38,7 @@ builtins such as `exec`, whose argument can be built from `chr` and `+` without 
 
 
 def make_safe(factory: Any) -> None:
-    """Replace both functions in the tasks' modules. `factory` is reasoning_gym.factory."""
+    """Replace `eval` and `parse_expr` in the tasks' modules. `factory` is reasoning_gym.factory."""
     import sympy
 
     class Formulas:

@@ -78,6 +78,6 @@ class ModelJudge:
         )
 
     def reward(self, sample: Sample, scores: Sequence[int], reading: Reading | None = None) -> ModelReward:
-        """Return the sample's rating, given the token ids `scores` of the judge's answer."""
+        """Return the sample's rating. `scores` contains the token ids of the judge's answer."""
         rated = rating(text_of(self._tokenizer, list(scores)), self._judge.scale)
         return ModelReward(float(rated), issues={**rated.issues, **({} if reading is None else reading.issues)})

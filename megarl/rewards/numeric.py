@@ -23,7 +23,8 @@ MAX_CHARACTERS = 10_000
 
 
 def expected_number(answer: Any) -> Fraction:
-    """Parse the answer as an exact fraction. Raise ValueError if it is not a number in the format below."""
+    """Parse the answer as an exact fraction. Raise ValueError if it is not a number in the format of
+    `numeric_match`."""
     expected = _NUMBER.fullmatch(str(answer).strip())
     value = None if expected is None else _value(expected)
     if value is None:

@@ -36,7 +36,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def checks_rows(check: Callable[..., object]) -> Callable[[Function], Function]:
-    """Attach a check for data rows to a built-in function."""
+    """Return a decorator that attaches a check for data rows to a built-in function."""
 
     def attach(function: Function) -> Function:
         setattr(function, CHECK_ROW, check)
@@ -96,7 +96,7 @@ def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any
     except ValueError as error:
         raise UserError(f"rewards.functions: {name}: {error}") from None
     except TypeError as error:
-        raise UserError(f"rewards.functions: {name}: {error}. Fix: correct the types of its options") from None
+        raise UserError(f"rewards.functions: {name}: {error}. Fix: use option values of the documented types") from None
     except ImportError as error:
         raise UserError(
             f"rewards.functions: {name} requires the package {error.name}. Fix: "

@@ -68,7 +68,7 @@ class FunctionPool:
             timeout_s: wall-clock limit for one call, in seconds.
             memory_mib: address space in MiB that a process may use for its calls. None: unlimited.
             source_column: data column that selects the functions for a row. None: all functions apply.
-            sandbox: settings for functions that use sandboxes, which are stopped after SANDBOX_SHARE of timeout_s.
+            sandbox: settings for functions that use sandboxes. A sandbox is stopped after SANDBOX_SHARE of timeout_s.
             outage_s: total time in seconds that all calls of a function wait for an unavailable server.
         """
         entries = {
@@ -94,7 +94,7 @@ class FunctionPool:
         self._closed = False
         self.columns: dict[str, str | None] = {}
         """Data columns that functions use, each mapped to the name of one function that requires it, or to None.
-        Includes the names in PROVIDED that functions use, which must not be columns of the data."""
+        Includes the names in PROVIDED that functions use; the data must not have columns with these names."""
         self.batch_functions: list[str] = []
         """Names of the functions that take whole batches."""
         self.row_checks: dict[str, list[str]] = {}

@@ -53,8 +53,8 @@ MAX_THUMBNAILS = 32
 """Maximum number of thumbnails to write per step."""
 
 MAX_SECONDS = 5.0
-"""Seconds after which a step starts no further thumbnail: its scores wait for them, and an image may have 89 million
-pixels."""
+"""Seconds after which a step starts no further thumbnail. The step's scores wait for its thumbnails, and an image may
+have 89 million pixels."""
 
 MAX_THUMBNAIL_BYTES = 2**20
 """Maximum size of a thumbnail's file."""
@@ -198,8 +198,9 @@ def _caption(prompt: Prompt) -> str:
 
 def prompt_fields(prompt: Prompt, decode: Decode | None, thumbnails: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a line that describe the prompt: `prompt`, its text with one placeholder per image, and
-    `prompt_images`, the images in order, if there are any. Each has `start` and `stop`, the indices of the placeholder
-    in the text, if they are known; its number of tokens and digest; and the name of its thumbnail, if it is stored.
+    `prompt_images`, the images in order, if there are any. Each image has `start` and `stop`, the placeholder's offsets
+    in the text, if they are known; its number of tokens and its digest; and the name of its thumbnail, if one is
+    stored.
 
     Args:
         decode: returns the text of token ids; without it, `prompt_images` is omitted.

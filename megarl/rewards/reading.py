@@ -56,9 +56,9 @@ class _Rendered:
 
     Attributes:
         marked: the text, with special tokens in the messages marked.
-        span: start and end of the response in the text without marks, and the number of characters missing before it.
+        span: start and end of the response in the text without marks, and how many of its first characters are missing.
             A sequence classifier does not need it.
-        change: how the chat template changes the response, which is therefore inserted verbatim; None otherwise.
+        change: how the chat template changes the response, if it is inserted verbatim for this reason; otherwise None.
     """
 
     marked: str
@@ -124,7 +124,7 @@ class Reader:
             )
 
     def sampled(self, sample: Sample, ends: Sequence[int]) -> list[int]:
-        """Return the indices of the sampled tokens in which these prefixes of the response text end. The last offset
+        """Map end offsets in the response text to the indices of the sampled tokens that contain them. The last offset
         maps to the last token."""
         # Start decoding in the prompt, because some tokenizers drop the space before the first token of a text.
         context, response_ids = sample.prompt.token_ids[-CONTEXT:].tolist(), sample.response_ids.tolist()

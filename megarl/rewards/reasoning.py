@@ -50,8 +50,8 @@ class ReasoningGym:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"reasoning_gym: {task} cannot score the row's own answer ({reason}). Fix: correct the answer and "
-                "the column metadata, or drop the row"
+                f"reasoning_gym: {task} cannot score the row's own answer ({reason}). Fix: use the "
+                "answer and metadata of a generated entry, or drop the row"
             ) from None
 
     def __call__(

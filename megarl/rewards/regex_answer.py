@@ -20,7 +20,8 @@ class RegexMatch:
             self._pattern = regex.compile(pattern, regex.IGNORECASE if ignore_case else 0)
         except regex.error as error:
             raise ValueError(
-                f"options.pattern={pattern!r}: not a valid regular expression: {error}. Fix: correct the pattern"
+                f"options.pattern={pattern!r}: not a valid regular expression: {error}. Fix: edit the pattern at this "
+                "position"
             ) from None
         if not timeout_s > 0:
             raise ValueError(f"options.timeout_s={timeout_s}: must be positive. Fix: use a positive number of seconds")

@@ -65,7 +65,7 @@ IMAGE_FUNCTIONS: dict[str, Callable[..., Any]] = {
 """The built-in functions that score images. All other built-in functions score text."""
 
 FUNCTIONS = _TEXT_FUNCTIONS | IMAGE_FUNCTIONS
-"""Built-in functions, and built-in classes, which are instantiated with the configured options."""
+"""Built-in functions, and built-in classes that are instantiated with the configured options."""
 
 
 def require_response_kind(functions: Sequence[schema.RewardFunction], engine: Literal["vllm", "diffusers"]) -> None:

@@ -64,9 +64,9 @@ class GenerativeJudge:
     - If the server returns status 500 or does not answer in time, but answers the question with an empty response, the
       response gets the worst rating.
 
-    The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. Scoring fails for
-    responses whose question the server does not answer even with an empty response, and for all unrated responses if
-    most responses of a step are unrated.
+    The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. Scoring fails if the
+    server does not answer a question even with an empty response. It also fails for all unrated responses if most
+    responses of a step are unrated.
     """
 
     def __init__(
@@ -115,7 +115,9 @@ class GenerativeJudge:
         if type(max_pixels) is not int or max_pixels < 1:
             raise ValueError(f"options.max_pixels={max_pixels!r}: must be a positive integer. Fix: use 1 or more")
         if api_key_env is not None and not os.environ.get(api_key_env):
-            raise ValueError(f"options.api_key_env={api_key_env}: this environment variable is not set. Fix: export it")
+            raise ValueError(
+                f"options.api_key_env={api_key_env}: this environment variable is not set. Fix: set it to the API key"
+            )
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._headers = {} if api_key_env is None else {"Authorization": f"Bearer {os.environ[api_key_env]}"}
         self._question = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
@@ -185,7 +187,7 @@ class GenerativeJudge:
 
         Args:
             images: data: URLs.
-            probes: requests with empty responses in this call, which the responses to a prompt share.
+            probes: this call's requests with empty responses. All responses to a prompt share one.
         """
         rejection: Rejected | None = None
         ask = partial(self._ask, client, images)

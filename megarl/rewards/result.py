@@ -12,13 +12,13 @@ Issues = Mapping[str, str | None]
 scored. The metric reward/FUNCTION_PROBLEM_frac is the fraction of samples with the problem."""
 
 TRUNCATED = "truncated"
-"""Issue: the input is too long for the model, which therefore reads only a part."""
+"""Issue: the input is too long for the model, so the model reads only part of it."""
 
 VERBATIM = "verbatim"
-"""Issue: the chat template changes or rejects the response, which is therefore inserted without the template."""
+"""Issue: the chat template changes or rejects the response, so the response is inserted without the template."""
 
 UNRATED = "unrated"
-"""Issue: the judge did not rate the response, which therefore gets the worst rating."""
+"""Issue: the judge did not rate the response, so the response gets the worst rating."""
 
 WORST_RATING = 0.0
 

@@ -37,7 +37,7 @@ from megarl.rewards.rollout_images import write_images
 
 LOGPROB_DECIMALS = 4
 DENOISING_DECIMALS = 7
-"""Decimals of a denoising step's log-prob, which is a mean over elements: objectives clip its ratio to within 1e-4."""
+"""Decimals of a denoising step's log-prob. It is a mean over elements, and objectives clip its ratio to within 1e-4."""
 
 ADVANTAGE_DIGITS = 6
 TOKEN_DIGITS = 4
@@ -58,7 +58,7 @@ MAX_TOKENS = 800
 """Maximum number of tokens per sample whose texts are written. Decoding more would delay the step."""
 
 LONGEST_CHARACTER = 8
-"""Maximum number of tokens to decode for one character; more than a character has bytes."""
+"""Maximum number of tokens to decode for one character. A character has fewer bytes."""
 
 TokenTexts = Callable[[Sample], "list[str] | None"]
 
@@ -95,8 +95,8 @@ def append_rollouts(
 
 
 def has_token_details(sample_id: str, num_groups: int) -> bool:
-    """Return whether a sample, STEP.GROUP.NUMBER, is in the first groups of its step, which have token details. Given
-    responses have none, because no engine has computed their log-probs."""
+    """Return whether the sample STEP.GROUP.NUMBER has token details: it is in one of its step's first `num_groups`
+    groups, and is not a given response, because no engine has computed log-probs for those."""
     group = sample_id.split(".")[1:2]
     return bool(group) and int(group[0]) < num_groups and not sample_id.endswith(f".{GIVEN}")
 

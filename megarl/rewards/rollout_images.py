@@ -1,7 +1,8 @@
 """A step's images: PNG files in a folder next to the step's JSONL file, and a grid of some of them for trackers.
 
-The folder has the name of the JSONL file without its suffix, and each image the id of its sample: step_000001.jsonl and
-step_000001/1.0.3.png. An image larger than PREVIEW_SIDE also has a small copy, 1.0.3.jpg, for reports.
+The folder is named after the JSONL file without its suffix, and each image after its sample's id: the images of
+step_000001.jsonl are step_000001/1.0.3.png and so on. An image larger than PREVIEW_SIDE also has a small copy,
+1.0.3.jpg, for reports.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _write_image(folder: Path, name: str, pixels: NDArray[np.uint8]) -> dict[str
 
 
 def save_image(image: Image, path: Path, **options: Any) -> None:
-    """Write an image with Pillow's options. The file appears when it is complete."""
+    """Write an image with Pillow's options. The file becomes visible only when it is complete."""
     path.parent.mkdir(exist_ok=True)
     with replacement(path) as file:
         image.save(file, **options)

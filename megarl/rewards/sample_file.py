@@ -46,7 +46,7 @@ CLASS, ARRAY, BYTES, PROMPT, TUPLE, ITEMS = (
     *("__class__", "__array__", "__bytes__"),
     *("__prompt__", "__tuple__", "__items__"),
 )
-"""Key that marks a JSON object as an instance, an array, bytes, a prompt, a tuple, or a dictionary with arbitrary
+"""Keys that mark a JSON object as an instance, an array, bytes, a prompt, a tuple, or a dictionary with arbitrary
 keys."""
 
 DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, RecursionError, OverflowError)

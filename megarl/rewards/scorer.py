@@ -130,8 +130,8 @@ class Scorer:
 
 
 def require_ratings(scores: Sequence[Score]) -> list[Score]:
-    """Return a step's scores. If a judge left most of the responses, and at least two, unrated, its settings are
-    considered at fault rather than the responses, and the scores of the unrated responses become failures."""
+    """Return a step's scores. If a judge left most responses (and at least two) unrated, blame its settings rather than
+    the responses, and turn the scores of the unrated responses into failures."""
     required = list(scores)
     for name in sorted({name for score in scores for name in score.issues if name.endswith(f"_{UNRATED}")}):
         component = name.removesuffix(f"_{UNRATED}")
@@ -158,8 +158,8 @@ def _environment_parts(episode: Episode) -> dict[str, float]:
 
 
 def _sums(by_turn: Sequence[Sequence[float]], sample: AnySample) -> tuple[float, ...]:
-    """Return the reward of each of the sample's turns in an environment. The rewards that it sums are NaN for a turn
-    without a reward."""
+    """Return the summed reward of each turn of an environment's sample; empty for other samples. In `by_turn`, NaN
+    means that a turn has no reward."""
     turns = () if sample.episode is None else sample.episode.turns
     rewards = together(by_turn) if by_turn else [0.0] * len(turns)
     return tuple(0.0 if math.isnan(reward) else reward for reward in rewards) if turns else ()

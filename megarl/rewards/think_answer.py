@@ -34,8 +34,8 @@ def tagged_answer(prompt: str, response: str) -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the content of the last `<answer>…</answer>`, or None if there is none. Takes linear time, whereas
-    a regular expression would search for a closing tag after each of many repeated opening tags."""
+    """Return the content of the last `<answer>…</answer>`, or None if there is none. Takes linear time. A regular
+    expression would search for a closing tag after each of many repeated opening tags."""
     (opening, closing), answer = TAGS[2:], None
     start = text.find(opening)
     while start >= 0 and (stop := text.find(closing, start)) >= 0:

@@ -258,7 +258,7 @@ def _remedy(error: BaseException, answer: Any, columns: Sequence[str]) -> str:
     names = " or ".join(["data.answer_column", *(f"column {column!r}" for column in columns)])
     if isinstance(error, TypeError | AttributeError):
         return f"change the type of the value in {names}; the answer is a {type(answer).__name__}"
-    return f"correct the value in {names}, or drop the row"
+    return f"change the value in {names}, or drop the row"
 
 
 def _return_value(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:

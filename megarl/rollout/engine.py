@@ -154,7 +154,7 @@ class SyncedEngine(Protocol):
         delivers whole checkpoint tensors to the engine's own weight loader."""
 
     def disconnect(self) -> None:
-        """Release the plan, the channel and all mapped memory of the trainers, whose processes have died."""
+        """Release the plan, the channel and all mapped memory of the trainers, after their processes have died."""
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise a

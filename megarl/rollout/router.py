@@ -39,15 +39,14 @@ def completed(results: list[T] | Aborted) -> list[T]:
 
 
 Abort = Callable[[str, Collection[str]], object]
-"""Function (engine, groups) that aborts the groups on the engine. The name of a group is that of its first rollout."""
+"""Function (engine, groups) that aborts the groups on the engine. A group is named after its first rollout."""
 
 
 class Router:
     """Assigns groups to engines. The rollouts for one prompt all run on one engine, where they share a prefix cache.
 
-    Consumes: submissions of groups.
-    Waits for: nothing; its callers wait for the engines, and pass the samples to Submission.collect.
-    Unblocked by: samples, losses and aborts, after which a submission is done or is placed again.
+    Consumes: submissions of groups. Waits for: nothing; its callers wait for the engines, and pass the samples to
+    Submission.collect. Unblocked by: samples, losses and aborts. A submission is then done, or is placed again.
     """
 
     def __init__(self, engines: Sequence[str], weighs_speed: bool):
@@ -139,9 +138,8 @@ class Submission:
     """Groups that were submitted together, until each has its samples or is aborted. Alternate `place` and `collect`
     until `is_done`. Groups of a lost or slow engine are placed again.
 
-    Consumes: the samples that engines return, in `collect`.
-    Waits for: nothing; its caller waits for the engines.
-    Unblocked by: `collect`, after which groups are complete, or are placed again on the remaining engines.
+    Consumes: the samples that engines return, in `collect`. Waits for: nothing; its caller waits for the engines.
+    Unblocked by: `collect`. Groups are then complete, or are placed again on the remaining engines.
     """
 
     def __init__(self, router: Router, groups: Sequence[Sequence[str]], abort: Abort):

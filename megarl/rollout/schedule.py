@@ -42,9 +42,8 @@ class RolloutSchedule(Generic[G]):
     With drops=False, all groups are guaranteed and none are dropped; with max_staleness=0, a step then waits for all
     started groups. With drops=True, only restarted groups are guaranteed; the rest are dropped when they are too old.
 
-    Consumes: groups, when their rollouts start.
-    Waits for: nothing; `awaited` returns the groups for which its caller must wait.
-    Unblocked by: `finish`, after which `take` may return the group.
+    Consumes: groups, when their rollouts start. Waits for: nothing; `awaited` returns the groups for which its caller
+    must wait. Unblocked by: `finish`. `take` may then return the group.
     """
 
     def __init__(self, per_step: int, max_staleness: int, num_ahead: int | None = None, drops: bool = False):
@@ -130,7 +129,7 @@ class RolloutSchedule(Generic[G]):
         return None
 
     def awaited(self, version: int, wanted: int) -> list[G]:
-        """Return the unfinished groups from which the step may take one; it waits until one of them finishes."""
+        """Return the unfinished groups that the step may take. The caller waits until one of them finishes."""
         return [started.group for started in self._candidates(version, wanted) if not started.is_finished]
 
     def expire(self, version: int) -> list[G]:

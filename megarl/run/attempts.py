@@ -26,7 +26,7 @@ class Attempt:
     Attributes:
         restart: number of times that Slurm has requeued the job.
         saved: step of the newest checkpoint at the start of the attempt, or 0 if there was no checkpoint.
-        submitted: start of the wait in Slurm's queue: when the job was submitted or, later, requeued.
+        submitted: time at which the job entered Slurm's queue: when it was submitted or, later, last requeued.
         nodes: number of nodes in the allocation, including spare nodes.
         noticed: time at which the job script noticed the end of the previous attempt in this allocation.
         ended: end of `megarl train`.

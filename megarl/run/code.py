@@ -108,7 +108,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], code: Path) -> Itera
 
 
 def _hashes(manifest: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
-    """Map (key, file name) to the hashes of the files and their copies. The manifest may be malformed."""
+    """Return (key, file name) -> SHA-256 of a file -> name of its copy. The manifest may be malformed."""
     files: dict[tuple[str, str], dict[str, str]] = {}
     records = manifest.get("code")
     for record in records if isinstance(records, list) else ():
@@ -119,7 +119,7 @@ def _hashes(manifest: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]
 
 
 def _states(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the old and the new Git state of megarl and of the projects, and the versions of packages."""
+    """Return name -> (old, new) for the Git states of megarl and of the projects, and for package versions."""
     states = {"git commit of megarl": (old.get("git"), new.get("git"))}
     before, after = ({_name(each): _state(each) for each in _list(manifest.get("projects"))} for manifest in (old, new))
     states |= {f"git commit of {name}": (before[name], state) for name, state in after.items() if name in before}

@@ -48,7 +48,8 @@ from megarl.step import logprob_check, passes, queue
 from megarl.step.state import PendingPrompt, RunState
 
 LOCK_S = 180.0
-"""Seconds that an attempt of a Slurm job waits for the lock of the previous attempt, whose node may have failed."""
+"""Seconds that an attempt of a Slurm job waits for the lock of the previous attempt. That attempt's node may have
+failed."""
 
 NO_PATHS: Mapping[str, str] = {}
 NO_SETS: Mapping[str, PromptSet] = {}
@@ -90,8 +91,8 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
 
 @contextmanager
 def _recorded_end(times: TimeRecorder, resume_point: ResumePoint) -> Iterator[None]:
-    """Record the end of the attempt. Outside a Slurm job, which prints it for all of its attempts, print the run's
-    time ledger."""
+    """Record the end of the attempt. Print the run's time ledger, except in a Slurm job, because the job prints it for
+    all of its attempts."""
     outcome = FAILED
     try:
         yield
@@ -270,7 +271,8 @@ class RunContext:
         return findings
 
     def _stop_on(self, findings: Sequence[Finding], trained: TrainedModels, write: Write) -> None:
-        """Save a checkpoint, unless the run saves none, and raise a UserError if run.stop_on lists a warning."""
+        """If run.stop_on lists one of the warnings, save a checkpoint (unless the run saves none) and raise a
+        UserError."""
         stopping = [finding for finding in findings if finding.name in self.config.run.stop_on]
         if stopping:
             if self.config.checkpoint.may_be_saved:
@@ -300,13 +302,14 @@ class RunContext:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Record the time of the body in the trace as time waiting for a checkpoint."""
+        """Record the duration of the body in the trace as time spent waiting for a checkpoint."""
         begin = time.time()
         yield
         Trace(self.folder.logs).record(SAVE, begin, time.time())
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Export the model with `write` if run.export is set, else remove an earlier export. Mark the run finished."""
+        """Export the model with `write` if run.export is set, else remove an earlier export. Mark the run as
+        finished."""
         if self.config.run.export:
             with self.folder.new_model() as path:
                 write(path)

@@ -52,7 +52,7 @@ def run(config: Config, out: Path, scratch: Path) -> None:
             "and set rollout.replicas to the number of engines that fit on it"
         )
     if out.exists():
-        raise UserError(f"--out {out}: the folder already exists. Fix: pass a different folder")
+        raise UserError(f"--out {out}: the folder already exists. Fix: pass a path that does not exist yet")
     if config.actor.lora.path is not None:
         print(
             f"megarl: warning: actor.lora.path={config.actor.lora.path}: the model is evaluated without these "

@@ -304,7 +304,7 @@ class RunFolder:
 
     @property
     def _content(self) -> dict[str, Any]:
-        """The content of the manifest; empty if the file was removed, which must not end a run."""
+        """The content of the manifest, or {} if the file was removed. A missing manifest must not end a run."""
         return read_object(self.manifest) if os.path.lexists(self.manifest) else {}
 
     def _newest_manifest(self) -> Path | None:
@@ -342,7 +342,7 @@ class RunFolder:
             shutil.rmtree(hidden)
 
     def profile(self, step: int) -> Path:
-        """Return the folder for the profiles of `step`, which contains one file per rank."""
+        """Return the folder for the profiles of `step`, with one file per rank."""
         return self.path / "profiles" / PROFILE.format(step)
 
     def rollouts(self, step: int) -> Path:

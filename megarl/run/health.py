@@ -123,7 +123,7 @@ def _zero_gradient(config: Config, rows: Sequence[Row], window: int) -> str | No
     if has_equal_groups or any(row.get("reward/std") == 0 for row in rows[-window:]):
         return None  # the rewards explain the gradient of 0
     return (
-        f"{start}, although rewards differ. Likely causes: no token is trained on "
+        f"{start}, but rewards differ. Likely causes: no token is trained on "
         "(algorithm.objective.skip_truncated, algorithm.correction.mask), or all tokens are clipped. Fix: check "
         "response/truncated_frac, policy/clip_low_frac and policy/clip_high_frac in report.html"
     )

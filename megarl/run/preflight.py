@@ -174,7 +174,7 @@ def _find_models(config: Config) -> ModelFolders:
 
 
 def _check_weights(config: Config, models: ModelFolders) -> None:
-    """Check the headers of all weight files, which a failed download may have left incomplete."""
+    """Check the headers of all weight files, because a failed download may have left some incomplete."""
     with _all_errors() as attempt:
         others = [*models.others.values(), *([] if models.draft is None else [models.draft])]
         for folder in dict.fromkeys((models.actor, *others)):

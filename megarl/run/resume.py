@@ -72,7 +72,7 @@ def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models
     own = checkpoint if checkpoint is not None and _is_of_this_run(checkpoint, checkpoints) else None
     if checkpoint is not None:
         for key, earlier in _moved_models(config, checkpoint, models).items():
-            print(f"{key}={model_paths(config)[key]}: same weights as {earlier}, from which the run started")
+            print(f"{key}={model_paths(config)[key]}: same weights as {earlier}, the model that the run started from")
     if own is not None:
         RunFolder.of(config).metrics_until(own.step)  # raises an error for invalid lines, before the folder is modified
         if checkpoints.steps()[-1] > own.step:
@@ -131,8 +131,8 @@ def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
 
 
 def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
-    """Return whether the checkpoint belongs to this run. Raise UserError if the checkpoint is inside the run folder,
-    which would be moved aside, but not at its expected path."""
+    """Return whether the checkpoint belongs to this run. Raise UserError if the checkpoint is inside the run folder but
+    not at its expected path, because the folder would be moved aside."""
     path, name = checkpoint.path.resolve(), NAME.format(checkpoint.step)
     if path == checkpoints.path.resolve() / name:
         return True

@@ -2,7 +2,7 @@
 
 The file is append-only, and each line is on disk before the run proceeds. A line ends with a hash of its content and of
 the previous line's hash. An attempt that resumes from an earlier step does not remove lines: it appends a line `back`,
-after which the lines of later steps no longer count.
+and the lines of later steps no longer count.
 
     run          the run begins after this step: 0, or the step of another run's checkpoint
     back         the run continues after an earlier step, in a new timeline

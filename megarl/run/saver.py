@@ -169,7 +169,7 @@ class Saver:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A checkpoint in progress, whose files are being written to a hidden folder.
+    """A checkpoint whose files are being written to a hidden folder.
 
     Attributes:
         run: the driver's state as JSON values.

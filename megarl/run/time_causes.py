@@ -1,4 +1,4 @@
-"""The causes to which a run's device-seconds belong, and the attribution of an interval to them."""
+"""The causes of a run's device-seconds, and the attribution of intervals to these causes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def of_cause(seconds: Mapping[str, float], cause: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Numbers of a run's devices: with trained models and engines, with only one of these, and with neither. Reward
+    """Device counts of a run: with both trained models and engines, with only one of these, and with neither. Reward
     models count as engines, and teachers as trained models.
 
     Attributes:
@@ -125,14 +125,14 @@ def partition(
 def step_seconds(
     begin: float, end: float, spans: Iterable[Span], devices: Devices, sampling_s: float | None = None
 ) -> Seconds:
-    """Attribute an interval with a step to causes. The sum is the interval's length times the number of devices.
+    """Attribute a step's interval to causes. The sum is the interval's length times the number of devices.
 
     The interval consists of the driver's phases. In each phase, a device computes, or waits for the longest rollouts or
     for the devices of other roles. A phase is recorded when it is complete, so time outside phases before the end of
     the last recovery is work that is repeated.
 
     Args:
-        spans: spans of the trace. Of the driver's overlapping ones, the one that began last counts.
+        spans: spans of the trace. If spans of the driver overlap, the one that began last counts.
         sampling_s: mean number of seconds for which an engine sampled in this interval. Engines sample in the rollout
             phase, and with `samples_while_training` outside it. None: engines sample throughout the rollout phase.
     """
@@ -181,6 +181,6 @@ def start_seconds(begin: float, end: float, spans: Iterable[Span], devices: Devi
 
 
 def _role(process: str) -> str:
-    """Return the role of a process, which is part of its name. The name of a teacher's process includes the teacher's:
+    """Return the role in a process's name. The name of a teacher's process also contains the teacher's name:
     teacher-NAME-0."""
     return "teacher" if process.startswith("teacher-") else process.rpartition("-")[0]

@@ -64,7 +64,7 @@ class TimeLedger:
     """The device-seconds of a run by cause, over all of its allocations.
 
     Attributes:
-        intervals: in chronological order. Of the time between allocations, only waits in Slurm's queue are included.
+        intervals: in chronological order. Time between allocations is included only if the job waited in Slurm's queue.
         num_steps: number of kept steps.
         num_devices: number of devices of the newest allocation.
         is_restart: whether the newest attempt follows one that failed or was killed.
@@ -103,7 +103,7 @@ class TimeLedger:
         return found
 
     def describe(self) -> str:
-        """Return the goodput and a table of causes or, without records, a line that states this."""
+        """Return the goodput and a table of causes, or a line that reports the lack of records."""
         seconds = self.seconds
         total = sum(seconds.values())
         if total <= 0:
@@ -181,7 +181,7 @@ class _Allocation:
 
     @property
     def used(self) -> int:
-        """Number of devices on the nodes of its largest attempt."""
+        """Number of devices on the nodes of the allocation's largest attempt."""
         return max((times.start.devices for times in self.attempts), default=0)
 
 

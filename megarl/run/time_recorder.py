@@ -63,7 +63,7 @@ class TimeRecorder:
         self.end_start("checks")
 
     def end_start(self, part: str, now: float | None = None) -> None:
-        """Record a part of the start-up, which began at the end of the previous part and ends at `now`."""
+        """Record the part of the start-up from the end of the previous part to `now`."""
         now = time.time() if now is None else now
         self._record(now, start_seconds(self._at, now, self._spans.read(), self._devices, part))
 

@@ -1,4 +1,4 @@
-"""The records of time that an attempt's driver writes: an attempt's start, and contiguous rows with device-seconds."""
+"""The time records that an attempt's driver writes: the attempt's start, and contiguous rows with device-seconds."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Agent:
             time.sleep(0.001)
 
     def write(self, name, data):
-        """Write a file. Return the error message, which is empty on success."""
+        """Write a file. Return an error message, or an empty one on success."""
         path = os.path.join(self.folder, name.decode())
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)

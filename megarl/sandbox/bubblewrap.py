@@ -108,7 +108,7 @@ def _python_folders() -> list[str]:
 @cache
 def _other_user(bubblewrap: str) -> list[str]:
     """Return the command prefix that lets root run a command as nobody. If the user nobody cannot enter the folders of
-    the Python installation, the prefix also creates a view of the file system in which it can."""
+    the Python installation, the prefix also creates a view of the file system that lets it enter them."""
     setpriv = [shutil.which("setpriv") or "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
     closed = [(folder, parent) for folder in _python_folders() if (parent := _closed_parent(Path(folder))) is not None]
     if not closed:

@@ -27,8 +27,8 @@ class CodeTools(AbstractAsyncContextManager):
     def __init__(self, provider: Provider, keeps_files: bool = True, deadline_s: float | None = None):
         """
         Args:
-            keeps_files: whether all calls share one sandbox, in which files persist. Otherwise each call has its own
-                sandbox.
+            keeps_files: whether all calls share one sandbox, so that files persist between calls. Otherwise each call
+                has its own sandbox.
             deadline_s: lifetime of each sandbox, in seconds.
         """
         self._provider, self._keeps_files, self._deadline_s = provider, keeps_files, deadline_s

@@ -55,7 +55,7 @@ def dispatch(
     microbatches. The denoising steps of an image are dispatched separately. For pairwise objectives, the samples of a
     pair must be adjacent, with the better one first. A pair is never split. `scores` are token scores from other
     models, keyed by their names in TokenBatch, or teacher/NAME; a teacher may lack some samples. If they include
-    process_reward, these rewards are subtracted from the sample's scalar reward, which includes them."""
+    process_reward, subtract these rewards from the sample's scalar reward, because it includes them."""
     objective = config.algorithm.objective
     num_tokens = [_counted_tokens(config, role, sample) for sample in samples]
     prompts = [sample.group for sample in samples]

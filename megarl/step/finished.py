@@ -32,9 +32,8 @@ class FinishedRollouts:
     newer ones that a resumed run has trained again with the same checksums. Updates on GPUs are not reproducible, so
     groups sampled from newer weights are recorded only if `reproduces`.
 
-    Consumes: files of groups, which the reward process writes.
-    Waits for: nothing; a group without a complete file is sampled again.
-    Unblocked by: `begin` with a new checkpoint, without which no files are written.
+    Consumes: files of groups, which the reward process writes. Waits for: nothing; a group without a complete file is
+    sampled again. Unblocked by: `begin` with a new checkpoint; until then, no files are written.
 
     Attributes:
         origin: JSON values that identify the data and the user's code, with the keys `data` and `code`.
@@ -53,7 +52,7 @@ class FinishedRollouts:
     _earlier: dict[str, GroupFile] = field(init=False, default_factory=dict)
     """Files of earlier attempts' unused groups, by STEP.GROUP."""
     _found: dict[str, list[SampleRef]] = field(init=False, default_factory=dict)
-    """Groups in `_earlier` that were sampled from this run's weights, so that it can use them, by STEP.GROUP."""
+    """Groups in `_earlier` that the run can use, because they were sampled from its weights, by STEP.GROUP."""
     _names: set[str] = field(init=False, default_factory=set)
     """Names of earlier attempts' groups that new groups must not reuse: unused, taken and stale ones."""
 

@@ -19,7 +19,7 @@ from megarl.models.folder import read_config
 from megarl.resharding.verification import regions
 
 LIMITS = {"float32": 1e-4, "bfloat16": 0.05}
-"""Largest relative difference that rounding can explain, by dtype. Wrong weights cause differences of 0.1 and more."""
+"""Largest relative difference that rounding can explain, by dtype. Wrong weights cause differences of 0.1 or more."""
 
 MAX_NAMED = 3
 

@@ -27,7 +27,7 @@ class LogprobCheck:
             ImageCanaries.of(config, workers) if config.samples_images else Canaries.of(config, workers, data)
         )
         self._is_explained = False
-        """Whether possible causes have been checked, which a run that continues after a warning does only once."""
+        """Whether the possible causes have been checked. A run that continues after a warning checks them only once."""
 
     def begin(self) -> None:
         """Check the canary prompts before the first step, if logprob_check.canaries is set. Raise PermanentFailure if
@@ -80,8 +80,8 @@ class LogprobCheck:
             if max(differences.values()) > self._canaries.limit:
                 raise PermanentFailure(
                     f"logprob_check: {when}, {self._canaries.explain(differences)}\nThe limit is "
-                    f"{self._canaries.limit:g}. Fix: correct the cause, or set logprob_check.canaries=off to disable "
-                    "this check"
+                    f"{self._canaries.limit:g}. Fix: check the installed versions with megarl doctor, or set "
+                    "logprob_check.canaries=off to disable this check"
                 )
             return {"mismatch/canary_velocity": Metric(max(differences.values()))}
         answers = self._canaries.sample()
@@ -89,8 +89,8 @@ class LogprobCheck:
         if not all(evidence.agrees for evidence in measured.values()):
             explained = self._canaries.explain(answers, measured)
             raise PermanentFailure(
-                f"logprob_check: {when}, {describe_differences(explained)}\nFix: correct the most likely cause, or set "
-                "logprob_check.canaries=off to disable this check"
+                f"logprob_check: {when}, {describe_differences(explained)}\nFix: apply the fix of the most likely "
+                "cause, or set logprob_check.canaries=off to disable this check"
             )
         return {
             "mismatch/canary_greedy_abs_mean": Metric(max(evidence.greedy for evidence in measured.values())),

@@ -1,4 +1,4 @@
-"""The forward-only passes that a run needs. A pass is skipped, with a reason, if it provably changes nothing."""
+"""The forward-only passes that a run needs. A pass that provably changes nothing is skipped, with a reason."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Group:
         item: the prompt's row in the data, and the weight version at the start of its rollouts.
         prompt: the prompt with references to its images.
         order: position among all groups in this attempt.
-        place: position among the groups that were submitted together, and so in the result of `pending`.
+        place: position among the groups that were submitted together, and in the result of `pending`.
     """
 
     item: PendingPrompt
@@ -128,8 +128,8 @@ class RolloutQueue:
         )
 
     def begin(self, number: int, wanted: int) -> None:
-        """Start the groups that may start during this step, which takes the next `wanted` groups. Prompts with dropped
-        rollouts come first, and the step waits for them."""
+        """Start the groups that may start during this step. `wanted` is the number of groups that the step still takes.
+        Prompts with dropped rollouts come first, and the step waits for them."""
         if number != self._step:
             self._step, self._num_in_step = number, 0
         num_again, num_earlier = min(len(self.state.again), self._schedule.num_to_wait_for(wanted)), len(self._schedule)
@@ -311,7 +311,7 @@ def describe(config: Config) -> list[str]:
         lines.append(
             f"rollouts: each step starts {ahead} more prompts than the {config.batch.prompts_per_step} that it trains "
             f"on, and trains on the prompts that finish first. megarl drops rollouts that are more than {staleness} "
-            "versions old and restarts their prompts, which the step waits for (rollout.on_stale=drop)"
+            "versions old, restarts their prompts, and waits for these prompts (rollout.on_stale=drop)"
         )
         lines.append(
             "megarl: note: megarl drops long responses more often than short ones. Training still uses each prompt "

@@ -7,7 +7,7 @@ For sample s of a rollout, x_t are the turn or process rewards of its tokens, wh
 implicit reward model's rewards, and k_t the KL rewards; token u precedes token t in s. The outcome is the combined
 value of the reward functions and the environment. Length rewards and the KL of a rollout are sums over its samples.
 
-Reward of a rollout, from which its baseline and scale are computed (Σ_s over all of its samples):
+Reward R of a rollout, used for its baseline and scale (Σ_s over all of its samples):
 
     credit=whole           R = outcome + Σ_s length_s + Σ_s Σ_t (k_t + d_t)
     credit=reward_to_go    R = outcome + Σ_s length_s + Σ_s Σ_t (k_t − x_t); x and d are compared token by token
@@ -20,7 +20,8 @@ Advantage of trained token t of sample s:
     gae                    x_t, d_t and k_t are rewards of their tokens
 
 gdpo compares the rewards that make up R one by one: each reward function, the environment's reward and the length
-reward. The rest of R, which is Σ_s Σ_t k_t and with credit=whole also d_t, is compared as one more, without a scale.
+reward. The rest of R, which is Σ_s Σ_t k_t and with credit=whole also d_t, is compared as an additional reward, without
+a scale.
 
 gigpo adds an advantage for the token's turn. The turns of a rollout are those of all its samples, in the order in which
 they were sampled. Each has its turn rewards; the last one also receives outcome + Σ_s length_s − Σ_s Σ_t x_t.

@@ -112,7 +112,7 @@ def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[s
 
 
 def take_advantages(actor: TrainerGroup) -> Advantages:
-    """Take the trained samples' advantages from the ranks, which then discard them."""
+    """Return the trained samples' advantages and token details from the ranks, and discard them there."""
     advantages, details = actor.take_advantages(), actor.take_token_details()
     return advantages.result(), details.result()
 

@@ -1,4 +1,4 @@
-"""The scored samples in a step: the samples with a reward, on which the step trains."""
+"""The scored samples in a step, which are the samples with a reward."""
 
 from __future__ import annotations
 

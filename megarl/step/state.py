@@ -74,8 +74,7 @@ class PendingPrompt:
 
 @dataclass
 class RunState:
-    """The driver's state after `step` steps, from which a run can resume. The weight version at that point is also
-    `step`.
+    """The driver's state after `step` steps. A run can resume from it. The weight version at that point is also `step`.
 
     Consumes: rows from the cursor, in `draw`.
     Waits for: nothing; the queue waits for the rows' rollouts.

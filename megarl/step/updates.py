@@ -122,9 +122,9 @@ def _dispatch_with_passes(
     teachers: dict[str, Scores] | None = None,
 ) -> dict[Role, list[Updates]]:
     """Dispatch the samples, and run the forward-only passes that the updates need on the first epoch's batches: the
-    critic's values and the policies' log-probs. Return each epoch's batches for the models that this step trains, which
-    is only the critic in the first critic.warmup_steps steps. `epochs` lists, for each epoch, the samples of each
-    update. `teachers`: scores keyed by Teacher.scores."""
+    critic's values and the policies' log-probs. Return each epoch's batches for the models that this step trains. The
+    first critic.warmup_steps steps train only the critic. `epochs` lists, for each epoch, the samples of each update.
+    `teachers`: scores keyed by Teacher.scores."""
     actor, critic, trains_actor = workers.actor, workers.critic, config.trains_actor_in(number)
 
     def dispatched(group: TrainerGroup, role: Role) -> list[Updates]:

@@ -64,7 +64,8 @@ class ChildFailure(Exception):
         if self.timed_out:
             cause, fix = f"did not finish within {limit_s:g} s", f"move slow work out of the file's top level{remedy}"
         else:
-            cause, fix = f"ended the process ({self})", "correct the file (its output is in this process's log)"
+            cause = f"ended the process ({self})"
+            fix = "make the file import without exiting (its output is in this process's log)"
         return f"{name}: the import {cause}. Fix: {fix}"
 
 
@@ -164,7 +165,7 @@ class ChildProcess:
         return line
 
     def _failure(self, error: Exception) -> ChildFailure:
-        """Kill the process and return how it failed. `error` is an exception of its connection."""
+        """Kill the process and return the failure to raise. `error` is the exception that its connection raised."""
         if isinstance(error, TimeoutError) and self.is_suspended:
             self.kill()
         elif isinstance(error, TimeoutError):
@@ -199,7 +200,8 @@ class ChildProcess:
         return self.kill_reason or (f"exit status {code}" if code >= 0 else names.get(-code, f"signal {-code}"))
 
     def limit_memory(self, mib: int) -> None:
-        """Limit the address space of this process and of each new descendant to its current size plus `mib` MiB."""
+        """Limit the address space of the child, and of each of its new descendants, to the child's current size plus
+        `mib` MiB."""
         with suppress(psutil.NoSuchProcess):  # `kill` has reaped the process
             process = psutil.Process(self.pid)
             limit, (_, hard) = process.memory_info().vms + mib * 2**20, process.rlimit(psutil.RLIMIT_AS)
@@ -263,7 +265,8 @@ class ConcurrentChild(ChildProcess):
         return self._reading.done() or self.has_ended
 
     async def request(self, timeout_s: float | None = None, **fields: Any) -> dict[str, Any]:
-        """Send a request and return the reply. After a timeout, the process still runs, unless it was suspended."""
+        """Send a request and return the reply. After a timeout, the process continues to run, unless it was
+        suspended."""
         if self._reading.done():
             raise ChildFailure(self.status, was_killed=self.was_killed)
         number = new_number()

@@ -1,4 +1,4 @@
-"""Feedback for teachers, which user code returns with a reward."""
+"""Feedback for teachers that user code returns with a reward."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def test_evaluation_from_python_reproduces_the_final_one(learned, tmp_path, capf
         assert [row["response"] for row in samples] == expected
     with pytest.raises(megarl.UserError) as raised:
         megarl.run_evaluation(learned / "model", config, out)
-    assert str(raised.value) == f"--out {out}: the folder already exists. Fix: pass a different folder"
+    assert str(raised.value) == f"--out {out}: the folder already exists. Fix: pass a path that does not exist yet"
 
 
 def test_last_checkpoint_converts_to_exported_model(learned, tmp_path):

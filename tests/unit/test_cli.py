@@ -246,7 +246,10 @@ SETS = "evaluation.sets=[{name: a}]"
             [SETS, "cluster.nodes=2"],
             "cluster.nodes=2: megarl evaluate runs on a single machine. Fix: set cluster.nodes=1",
         ),
-        ([SETS, "--out", "FOLDER"], "--out FOLDER: the folder already exists. Fix: pass a different folder"),
+        (
+            [SETS, "--out", "FOLDER"],
+            "--out FOLDER: the folder already exists. Fix: pass a path that does not exist yet",
+        ),
         ([SETS], "model.path=/no/model: does not exist. Fix: use a Hugging Face folder"),
     ],
 )
@@ -421,7 +424,7 @@ def printed_plan(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_plan_works_without_heavy_libraries(printed_plan: str) -> None:
     assert "\n1  " in printed_plan and "mostly" in printed_plan
-    assert "of 79.6 GiB, of which 8 % stay free (--headroom 0.08):" in printed_plan
+    assert "of 79.6 GiB with 8 % kept free (--headroom 0.08):" in printed_plan
     assert "rejected: actor.layout.tp=8: 28 attention heads are not divisible by 8 (28 / 8 = 3.5)" in printed_plan
     simulated = printed_plan.partition("simulated, by rollout.max_staleness:\n")[2].splitlines()
     assert [line.split()[0] for line in simulated[1:5]] == ["0", "1", "2", "4"]

@@ -39,8 +39,8 @@ def check_gpus(torch: str | None, runtime: str | None, run: RunCommand = run_com
 
 def driver(found: str, torch: str | None, runtime: str | None) -> Finding:
     """Check that the driver supports the CUDA version that torch was built for. That version is the local part of
-    torch's version, such as +cu130; for PyPI builds, which have none, it is the version of the installed CUDA
-    runtime."""
+    torch's version, such as +cu130; PyPI builds have no local part, so the version of the installed CUDA runtime is
+    used instead."""
     cuda = re.search(r"\+cu(\d\d)", torch or "")
     if torch is not None and cuda is None and "+" in torch:
         fix = "install torch's CUDA build: pip install torch --index-url https://download.pytorch.org/whl/cu130"

@@ -59,7 +59,7 @@ def processors(allowed: int, quota: float | None, installed: int) -> Finding:
             "note",
             found,
             "",
-            f"set threads of all roles (such as actor.threads) for {max(1, int(quota))} cores",
+            f"set the threads of all roles (such as actor.threads) to at most {max(1, int(quota))} in total",
         )
     return Finding("processors", "ok", f"{allowed} of {installed}" if allowed < installed else str(installed))
 

@@ -1,4 +1,4 @@
-"""Describe LoRA adapters for the linear layers in a model's layers as pieces of the tensors in a PEFT folder.
+"""Describe a model's LoRA adapters as pieces of the tensors in a PEFT folder.
 
 A projection W [out, in] in the checkpoint has the factors A [rank, in] and B [out, rank]. A local weight may fuse
 several projections, such as query, key and value. Its adapter then has the concatenated A factors of all projections,
@@ -49,7 +49,7 @@ class AdaptedWeight:
     Attributes:
         weight: name of the weight.
         projections: canonical tensors fused into the weight, in the order of their A factors.
-        rows: the projection rows that form the weight's rows: (index of the projection, start, stop).
+        rows: the projection that each span of the weight's rows comes from: (index of the projection, start, stop).
         factors: "lora_A" and "lora_B" -> local parameter name.
         shared: the factor that all experts in a layer share; None if there is none.
     """
@@ -67,8 +67,8 @@ def is_factor(name: str) -> bool:
 
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
-    """Return the adapted weights: those of all linear layers in the model's layers, including an image model's
-    refiners, except routers, gates of shared experts, modulations by the noise level and MTP layers. With
+    """Return the weights that get adapters. These are all linear layers in the model's layers (including an image
+    model's refiners), except routers, gates of shared experts, modulations by the noise level, and MTP layers. With
     `share_experts`, the experts in a layer share the factor next to the hidden states: A for gate and up projections, B
     for down projections."""
     return [

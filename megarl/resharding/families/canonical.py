@@ -53,7 +53,7 @@ class Canonical:
         if self.model.vision is not None:
             self.outer_shapes |= vision.vision_shapes(self.model.vision)
         self._layers: dict[tuple[LayerKind, bool], _Layer] = {}
-        """(kind of a layer, whether it is an MTP layer) -> the layer."""
+        """Cache: (kind, whether it is an MTP layer) -> layer."""
 
     @property
     def head(self) -> str:
@@ -163,7 +163,7 @@ class StableDiffusion3Canonical(Canonical):
 class ZImageCanonical(Canonical):
     """Names and shapes of the tensors in the diffusers checkpoint of Z-Image's transformer.
 
-    The main stack's layers come first, then those that refine images, then those that refine captions.
+    The main stack's layers come first, then the image refiners, then the caption refiners.
     """
 
     def __init__(self, model: ZImageShape):
@@ -196,7 +196,7 @@ class ZImageCanonical(Canonical):
 
 
 def canonical_of(config: Mapping[str, Any]) -> Canonical:
-    """Return the description of the checkpoint that a config.json belongs to."""
+    """Return the names and shapes of the checkpoint with this config.json."""
     if not is_denoiser(config):
         return Canonical(config)
     shape = DenoiserShape.of(config)

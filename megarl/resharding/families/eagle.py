@@ -18,7 +18,7 @@ from megarl.resharding.families.vllm import VOCABULARY_MULTIPLE, vllm_holder
 from megarl.resharding.piece import num_bytes
 
 TOKEN_MAP = "d2t"
-"""Tensor [draft vocabulary] of offsets d: token i of the draft's vocabulary has the id i + d[i] in the policy's."""
+"""Tensor [draft vocabulary] of offsets d: token i of the draft's vocabulary has id i + d[i] in the policy's."""
 
 
 def eagle_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -47,8 +47,8 @@ def _input_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def eagle_bytes(hf_config: Mapping[str, Any], tp: int, dtype: str) -> int:
-    """Return the size in bytes of a draft in a vLLM worker. vLLM allocates its embedding and its output layer even if
-    the policy's replace them."""
+    """Return the size in bytes of a draft in a vLLM worker. vLLM allocates the draft's embedding and output layer even
+    if the policy's replace them."""
     eagle, model = EagleDraft.of(hf_config), ModelShape.of(hf_config)
     size = vllm_holder(_untied(hf_config), tp, 0, 0, dtype).shard.num_bytes
     rows = model.query // tp + 2 * max(1, model.kv_heads // tp) * model.head_dim

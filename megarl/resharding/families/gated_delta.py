@@ -57,7 +57,7 @@ STATE = (
         megatron={"self_attention.conv1d.weight": _CHANNEL_SHARE},
         vllm={_CONVOLUTION: _CHANNEL_SHARE},
     ),
-    # float32, because the decay is exp(-exp(A_log) · …): rounding A_log to bfloat16 moves log-probs by 1e-3 and more.
+    # float32, because the decay is exp(-exp(A_log) · …): rounding A_log to bfloat16 changes log-probs by 1e-3 or more.
     renamed(_A_LOG, ("linear.value_heads",), "self_attention.A_log", Split((_A_LOG,)), float32=(_A_LOG,)),
     renamed(_DT_BIAS, ("linear.value_heads",), "self_attention.dt_bias", Split((_DT_BIAS,))),
     renamed(_NORM, ("linear.value_dim",), "self_attention.out_norm.weight"),

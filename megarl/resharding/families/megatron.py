@@ -144,8 +144,8 @@ def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
     if not even:
         raise UserError(
             f"pp={layout.pp}, first_stage_layers={first}, last_stage_layers={last}: the remaining {layers_left} of "
-            f"{num_layers} layers cannot be distributed evenly over the remaining {stages_left} stages. Fix: change "
-            "pp, first_stage_layers or last_stage_layers"
+            f"{num_layers} layers cannot be distributed evenly over the remaining {stages_left} stages. Fix: choose "
+            "pp, first_stage_layers and last_stage_layers so that the remaining stages divide the remaining layers"
         )
     return [layers_left // stages_left if count is None else count for count in counts]
 

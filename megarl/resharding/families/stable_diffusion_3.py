@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 
 def layer_parts(model: StableDiffusion3Shape, layer: int) -> list[Part]:
-    """Return the parts of a layer."""
+    """Return the modulations, attention modules and MLPs of layer `layer`."""
     is_last, is_dual = model.is_last(layer), layer in model.dual_layers
     parts = [
         _modulation("norm1", "modulation", 9 if is_dual else 6),
@@ -63,8 +63,8 @@ def first_stage_tilings() -> dict[str, Tiling]:
 
 
 def every_stage_tilings() -> dict[str, Tiling]:
-    """Return Megatron's parameter -> tiling for the embedders of the noise level and of the pooled caption, which every
-    stage has."""
+    """Return Megatron's parameter -> tiling for the embedders of the noise level and of the pooled caption. Every stage
+    has them."""
     tilings = {}
     for megatron, diffusers in (("time_embedder", "timestep_embedder"), ("pooled_embedder", "text_embedder")):
         for number, layer in ((0, "linear_1"), (2, "linear_2")):

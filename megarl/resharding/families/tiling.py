@@ -60,7 +60,8 @@ class Whole(Tiling):
 
 
 class OnFirstRank(Tiling):
-    """The complete tensors on the first rank, and zeros on the others: a bias that is added before a sum over ranks."""
+    """The complete tensors on the first rank, and zeros on the others, as for a bias that is added before a sum over
+    ranks."""
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
         return [Block(i if rank == 0 else None, 0, size) for i, size in enumerate(sizes)]
@@ -150,8 +151,8 @@ class Fused(Tiling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ungrouped(Tiling):
-    """The rank's share of each part of tensors whose rows are grouped by head: the part's rows of all heads, then the
-    next part.
+    """The rank's share of tensors whose rows are grouped by head, rearranged by part: a part's rows for all heads, then
+    the next part.
 
     Attributes:
         heads: number of heads, as the name of a ModelShape attribute.

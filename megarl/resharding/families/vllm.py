@@ -20,7 +20,7 @@ VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary size to a multiple of this value, regardless of tp."""
 
 DRAFTER = "drafter."
-"""Prefix of the names of parameters in the draft model."""
+"""Name prefix of the draft model's parameters."""
 
 DOWN_PROJECTIONS = ".experts.routed_experts.w2_weight"
 """Name suffix of the stacked expert down-projections; their last axis is the intermediate size."""
@@ -117,7 +117,7 @@ def _drafter_prefix(canonical: Canonical, layer: int) -> str:
 
 
 def _engine_name(model: ModelShape, name: str) -> str:
-    """Return vLLM's name of a parameter, given its name in other families."""
+    """Return a parameter's name in this model's vLLM class, given its usual name in vLLM."""
     for part, replacement in GPT_OSS_NAMES.items() if model.model_type == "gpt_oss" else ():
         name = name.replace(part, replacement)
     return name if model.vision is None else vision.ENGINE_TEXT_PREFIX + name

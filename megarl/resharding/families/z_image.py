@@ -44,7 +44,8 @@ STACKS = ("noise_refiner", CAPTION_STACK)
 
 
 def layer_parts(stack: str) -> list[Part]:
-    """Return the parts of a layer in a stack. Layers that refine captions do not depend on the noise level."""
+    """Return the parts of a layer in a stack. Caption refiners have no modulation: they do not depend on the noise
+    level."""
     return [WEIGHTS, *NORMS, *([] if stack == CAPTION_STACK else MODULATION)]
 
 
@@ -77,8 +78,8 @@ def first_stage_tensors(model: ZImageShape) -> dict[str, str]:
 
 
 def every_stage_tensors() -> dict[str, str]:
-    """Return Megatron's parameter -> diffusers' tensor for the embedder of the noise level, which every stage has
-    because its layers depend on the noise level."""
+    """Return Megatron's parameter -> diffusers' tensor for the embedder of the noise level. Every stage has it, because
+    its layers depend on the noise level."""
     return {**_linear("time_embedder.0", "t_embedder.mlp.0"), **_linear("time_embedder.2", "t_embedder.mlp.2")}
 
 

@@ -33,7 +33,7 @@ class Balance:
         """`nodes` and `devices` contain the node and the device of each holder."""
         self._nodes, self._devices = nodes, devices
         self._ahead = [0.0] * len(nodes)
-        """Number of bytes that each holder has to send so far, minus its fair share."""
+        """Number of bytes assigned to each sender so far, minus its fair share."""
         self._entered: dict[tuple[int, ...], list[int]] = {}
         self._holders_by_node: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
         self._routes: dict[tuple[tuple[int, ...], tuple[int, ...], int], Route] = {}

@@ -229,7 +229,7 @@ def _overlap(rectangles: Sequence[Rectangle], axis: int = 0) -> Rectangle | None
 
 
 def _runs(rectangles: Sequence[Rectangle], axis: int) -> list[list[Rectangle]]:
-    """Partition the rectangles into runs whose spans along the axis do not overlap."""
+    """Partition the rectangles into runs. Rectangles in different runs do not overlap along the axis."""
     runs: list[list[Rectangle]] = []
     end = 0
     for rectangle in sorted(rectangles, key=lambda rectangle: rectangle[axis]):

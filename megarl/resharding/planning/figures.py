@@ -157,8 +157,8 @@ class _Traffic(NamedTuple):
 
 
 def _traffic(plan: Plan, messages: Sequence[int]) -> _Traffic:
-    """Return each rank's neighbors and the number of messages that it exchanges. `messages` contains the number per
-    link for each bucket. If sources and destinations share devices, reads within a node need no messages."""
+    """Return each rank's neighbors and the number of messages that it exchanges. `messages` contains each bucket's
+    number of messages per link. If sources and destinations share devices, reads within a node need no messages."""
     traffic = _Traffic([set() for _ in plan.holders], [0] * len(plan.holders))
     for bucket, count in zip((plan.remote if plan.devices else plan).buckets, messages, strict=True):
         for source, destination in (*bucket.links, *bucket.forwards):

@@ -29,7 +29,7 @@ Holdings = dict[str, dict[Rectangle, list[Held]]]
 
 
 def shards_of(holders: Sequence[Holder], first: int = 0) -> dict[Shard, tuple[int, ...]]:
-    """Return each shard with the indices of its holders, which are numbered from `first`."""
+    """Return shard -> indices of its holders. Holders are numbered from `first`."""
     numbers: dict[Shard, list[int]] = defaultdict(list)
     for number, holder in enumerate(holders, start=first):
         numbers[holder.shard].append(number)
@@ -37,7 +37,7 @@ def shards_of(holders: Sequence[Holder], first: int = 0) -> dict[Shard, tuple[in
 
 
 def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
-    """Build the index for these holders, which are numbered from `first`."""
+    """Build the index for these holders. They are numbered from `first`."""
     shards = shards_of(holders, first)
     members = list(shards.values())
     shards_at: dict[str, dict[Rectangle, dict[tuple[Place, str], list[int]]]] = {}

@@ -69,7 +69,7 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
     carries one bucket at a time, in plan order. A transfer inside a node occupies both directions of both processes,
     because a process executes the operations in a communicator one by one. Forwarding starts when the bucket has
     arrived. Casts, packing and copies within a device are assumed to take no time. `messages` contains the number of
-    messages per bucket, which adds latency; empty ignores latency.
+    messages per bucket, each of which adds latency; if it is empty, latency is ignored.
     """
     assert plan.order or not plan.buckets, "the plan has no order. Call ordered() first"
     speeds = bandwidth.inter, bandwidth.intra
@@ -152,8 +152,8 @@ class _Simulation:
         self._order: list[Hop] = []
         self._forwards: list[dict[int, list[Link]]] = [_by_source(bucket.forwards) for bucket in plan.buckets]
         self._deferred: dict[int, list[tuple[int, Link]]] = defaultdict(list)
-        """destination -> (bucket, link) of its forwards in separate buckets, which start once it has received all its
-        buckets."""
+        """destination -> (bucket, link) of its forwards in separate buckets. They start once the destination has
+        received all its buckets."""
         self._missing: dict[int, int] = defaultdict(int)
         """destination -> number of transfers that have not arrived yet, excluding those in `_deferred`."""
 

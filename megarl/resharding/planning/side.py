@@ -59,8 +59,8 @@ def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list
 def colocate(
     source: str, sources: Sequence[Holder], destination: str, destinations: Sequence[Holder]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Place source rank i and destination rank i on device i. Raise a UserError, which contains the option values
-    `source` and `destination`, if a device does not have exactly one source rank and one destination rank."""
+    """Place source rank i and destination rank i on device i. Raise a UserError if a device does not have exactly one
+    source rank and one destination rank. Its message contains the option values `source` and `destination`."""
     for option, text in (("--from", source), ("--to", destination)):
         if text == "hf":
             raise UserError(f"--colocated: {option} hf is a folder, which has no devices. Fix: omit --colocated")
@@ -85,7 +85,7 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
         return (
             f"set tp in --to to a divisor of {num_sources:,} ({num_sources:,} / {workers} = {num_sources / workers:g})"
         )
-    return "change dp in --from or --to"
+    return "set dp in --from or --to so that both have the same number of ranks"
 
 
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
@@ -140,7 +140,9 @@ def _check_stages(layout: Layout, num_layers: int) -> None:
         return
     each = -(-num_layers // layout.pp)
     last = num_layers - each * (layout.pp - 1)
-    remedy = f"add last_stage_layers={last}, so that each other stage has {each} layers" if last > 0 else "lower pp"
+    remedy = f"set pp to a divisor of {num_layers}"
+    if last > 0:
+        remedy = f"add last_stage_layers={last}, so that each other stage has {each} layers"
     raise UserError(
         f"pp={layout.pp}: num_hidden_layers={num_layers} is not divisible by pp={layout.pp} "
         f"({quotient(num_layers, layout.pp)}). Fix: {remedy}"
@@ -156,7 +158,7 @@ def _fields(text: str, known: Collection[str]) -> dict[str, str]:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             raise UserError(f"unknown name {name}. Fix: use {near[0] if near else 'one of ' + ', '.join(known)}")
         if name in fields:
-            raise UserError(f"{name} appears twice. Fix: remove one")
+            raise UserError(f"{name} appears twice. Fix: pass {name} once")
         fields[name] = value
     return fields
 

@@ -58,7 +58,7 @@ class BucketLayout:
         return (*self.unpacked, *self.packed)
 
     def messages(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield one tensor per message, from which to send or into which to receive."""
+        """Yield the tensor to send or to receive into, for each message."""
         for part in self.unpacked:
             elements = part.in_buffer(buffer)
             yield part.of(parameters) if elements is None else elements
@@ -73,7 +73,7 @@ def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.
     offset, min_bytes = 0, messages.UNPACKED_BYTES_NCCL if device.uses_nccl() else messages.UNPACKED_BYTES
 
     def order(item: tuple[Move, Place]) -> tuple[bool, int]:
-        """Put unpacked moves first, then larger dtypes, so that all moves are aligned."""
+        """Sort unpacked moves first, then larger dtypes first, so that all moves are aligned."""
         return not messages.is_unpacked(item[0], min_bytes), -ITEM_BYTES[item[0].destination_dtype]
 
     for move, place in sorted(moves, key=order):

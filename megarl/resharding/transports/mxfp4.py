@@ -15,7 +15,7 @@ def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     Args:
         blocks: uint8 [rows, blocks, 16], two elements per byte, the first in the low bits.
-        scales: uint8 [rows, blocks], e + 127 for each block, whose elements are multiplied by 2ᵉ.
+        scales: uint8 [rows, blocks], e + 127 for each block. The block's elements are multiplied by 2ᵉ.
     """
     # Indexing by byte instead of by element halves the temporary memory.
     elements = torch.tensor([*FP4, *(-value for value in FP4)], dtype=torch.bfloat16)

@@ -257,8 +257,8 @@ class PointToPoint:
     def _barrier(self, name: str, others: Sequence[int]) -> None:
         """Wait until the given members reach the same barrier.
 
-        Called before NCCL creates a communicator and before each direction's first batch, in which it connects two
-        ranks: NCCL waits for peers without a timeout.
+        Called before NCCL creates a communicator, and before the first batch in each direction, which connects the two
+        ranks. NCCL waits for peers without a timeout.
         """
         keys = [f"{name}: {member}" for member in others]
         self._store.set(f"{name}: {self._rank}", "here")
@@ -303,7 +303,7 @@ class PointToPoint:
             ) from error
 
     def _fill_message(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[Message]:
-        """Return the message of a hop with its bucket packed."""
+        """Pack the hop's bucket into a message, and return the message."""
         for message in self._in_flight:
             if message.bucket == hop.bucket:
                 yield from self._arrive(message)

@@ -111,7 +111,7 @@ def write_file(
     """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once.
 
     Args:
-        shapes, dtypes: of the tensors in the file, including stacks.
+        shapes, dtypes: shapes and dtypes of the tensors in the file, including stacks.
         tensor: function that returns the tensor with a given name. It is called in the order of `shapes`, for each
             member of a stack.
         stacks: the stacks among the tensors in the file, by name.

@@ -75,7 +75,8 @@ class PromptEncoder:
 
 
 class ZImageEncoder(PromptEncoder):
-    """Z-Image's text encoder, a language model. A caption's tokens are its second-to-last hidden states."""
+    """Z-Image's text encoder, a language model. A caption is encoded as the hidden states of the second-to-last
+    layer."""
 
     def __init__(self, tokenizer: Any, model: HostedModel, shape: DenoiserShape):
         super().__init__(tokenizer, model)

@@ -25,7 +25,7 @@ def install() -> None:
 def _load_model(
     self: DummyModelLoader, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
 ) -> torch.nn.Module:
-    """Load random weights, except into draft models, whose weights refits do not write. vLLM also treats the MTP layer
+    """Load random weights, except into draft models, because refits do not write those. vLLM also treats the MTP layer
     as a draft model, but refits write it."""
     speculative = vllm_config.speculative_config
     if model_config.runner_type == RUNNER and speculative is not None and speculative.method != "mtp":

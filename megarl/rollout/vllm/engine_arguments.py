@@ -44,8 +44,8 @@ def engine_arguments(
     **specific: Any,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`. Raise a UserError if `extra` contains an argument that vLLM does not have or
-    that the model requires to have a different value, or if vLLM does not support the model on this device. `extra` is
-    the section's vllm_overrides, and `specific` are arguments for this kind of engine."""
+    that the model determines, or if vLLM does not support the model on this device. `extra` is the section's
+    vllm_overrides, and `specific` are arguments for this kind of engine."""
     arguments: dict[str, Any] = dict(
         model=str(folder),
         dtype=dtype,

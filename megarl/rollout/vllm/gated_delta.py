@@ -50,7 +50,7 @@ def attention_core(
     convolution, states = layer.kv_cache
     if is_conv_state_dim_first():
         convolution = convolution.transpose(1, 2)
-    # Only this function uses the states, which it stores as [keys, values], although vLLM allocates [values, keys].
+    # Only this function uses the states. It stores them as [keys, values], but vLLM allocates [values, keys].
     cache = convolution, states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
     if metadata.spec_sequence_masks is None:
         tokens = slice(int(metadata.non_spec_query_start_loc[metadata.num_decodes + metadata.num_prefills]))

@@ -26,7 +26,7 @@ from megarl.core.prompt_images import PromptImage
 from megarl.data.images import ImageProcessor
 
 IMAGE = "image"
-"""vLLM's name of the modality."""
+"""vLLM's name for the modality."""
 
 PIXELS = "mm_processor_kwargs"
 """vLLM's argument for image size limits; set only for engines with a vision tower."""
@@ -67,8 +67,8 @@ class ImageInputs:
         return cls(ImageProcessor.of(Path(arguments["model"]), **arguments[PIXELS]))
 
     async def load(self, images: Sequence[PromptImage]) -> list[MultiModalKwargsItem]:
-        """Compute the images' patches in threads. Requests share an image's patches as long as any of them holds them.
-        Raise a UserError if the patches do not match the prompt's placeholders."""
+        """Compute the images' patches in threads. Requests for the same image share its patches, which are freed after
+        the last of these requests. Raise a UserError if the patches do not match the prompt's placeholders."""
         return list(await asyncio.gather(*map(self._item, images)))
 
     def prompt(
@@ -130,7 +130,7 @@ class ImageInfo(BaseProcessingInfo):
         return ImageProcessor.of(Path(self.ctx.model_config.model), **limits)
 
     def max_tokens(self, context_length: int) -> int:
-        """Return the maximum number of features of an image in a context of this length."""
+        """Return the maximum number of features that an image may have in a context of this length."""
         settings = self.processor.processor
         side = settings.patch_size * settings.merge_size
         return max(1, min(settings.size["longest_edge"] // side**2, context_length))

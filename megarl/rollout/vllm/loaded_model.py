@@ -25,7 +25,7 @@ class LoadedModel:
 
 
 def token_prompts(samples: Sequence[Sample]) -> list[TokensPrompt]:
-    """Return one engine prompt per sample, which consists of the sample's prompt and response."""
+    """Return one engine prompt per sample: the tokens of its prompt and its response."""
     has_images = any(sample.images for sample in samples)
     assert not has_images, "images reached a text-only model; config rules should reject them"
     return [TokensPrompt(prompt_token_ids=sample.token_ids.tolist()) for sample in samples]

@@ -19,8 +19,8 @@ from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 
 
 def part_arguments(number: int, count: int, host: str, port: int) -> dict[str, Any]:
-    """Return the vLLM engine arguments for a process that runs the ranks of one of `count` parts of equal size. The
-    ranks connect through the store at `host` and `port`."""
+    """Return the vLLM engine arguments for the process of part `number` of `count`. All parts have the same number of
+    ranks, which connect through the store at `host` and `port`."""
     return dict(nnodes=count, node_rank=number, master_addr=host, master_port=port, distributed_executor_backend="mp")
 
 

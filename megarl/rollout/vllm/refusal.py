@@ -17,7 +17,7 @@ such as gpu_memory_utilization."""
 
 
 def refusal(error: Exception, section: EngineSection, overrides: Mapping[str, Any]) -> UserError | None:
-    """Return a UserError if vLLM rejected the engine's arguments, which a restart would not change, else None.
+    """Return a UserError if vLLM rejected the engine's arguments, else None. Restarting the engine would not help.
     `overrides` is the section's vllm_overrides."""
     if isinstance(error, UserError) or not isinstance(error, ValueError | NotImplementedError):
         return None
@@ -25,7 +25,9 @@ def refusal(error: Exception, section: EngineSection, overrides: Mapping[str, An
     if OUT_OF_MEMORY.search(reason):
         return None
     given = f"{section}.vllm_overrides={dict(overrides)}" if overrides else section
-    remedy = "change or remove the rejected argument" if overrides else f"change the keys of {section}"
+    remedy = f"change the key of {section} that sets this argument"
+    if overrides:
+        remedy = "change or remove the rejected argument"
     return UserError(f"{given}: vLLM rejects the engine's arguments: {reason}. Fix: {remedy}")
 
 

@@ -47,7 +47,7 @@ def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
 
 
 class VllmClassifier(LoadedModel):
-    """A classifier with the weights in its folder, which scores samples by their token ids."""
+    """A classifier with the weights in its folder. It scores samples by their token ids."""
 
     def __init__(self, arguments: Mapping[str, Any]):
         """`arguments` is the result of `classifier_arguments`."""
@@ -63,7 +63,7 @@ class VllmClassifier(LoadedModel):
 
 
 class VllmJudge(LoadedModel):
-    """A language model with the weights in its folder, which answers questions with greedy decoding."""
+    """A language model with the weights in its folder. It answers questions with greedy decoding."""
 
     def __init__(self, arguments: Mapping[str, Any], max_new_tokens: int):
         """`arguments` is the result of `judge_arguments`."""

@@ -18,7 +18,7 @@ START = "0" * HASH_DIGITS
 
 _END = re.compile(rb', "hash": "([0-9a-f]{%d})"\}\n' % HASH_DIGITS)
 _END_BYTES = len(', "hash": ""}\n') + HASH_DIGITS
-"""Size in bytes of the end of a line, which its hash does not cover."""
+"""Size in bytes of the end of a line. The line's hash does not cover it."""
 
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)

@@ -61,7 +61,8 @@ def check_settings(folder: RunFolder, history: History) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Files of a run, listed before its ledger is read. A run that continues writes its ledger before these files.
+    """Files of a run, listed before its ledger is read. An active run writes its ledger before these files, so the
+    ledger covers them.
 
     Attributes:
         finished_after: last step of a finished run, or None.
@@ -81,7 +82,7 @@ class Listing:
 
 
 def check_metrics(folder: RunFolder, history: History, num_bytes: int) -> str:
-    """Compare the steps in metrics.jsonl, up to its size `num_bytes`, with the ledger. A killed run may not have
+    """Compare the steps in the first `num_bytes` bytes of metrics.jsonl with the ledger. A killed run may not have
     written its last steps."""
     path, steps = folder.metrics, {step.number: step for step in history.steps}
     if not num_bytes:

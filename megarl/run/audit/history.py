@@ -22,7 +22,7 @@ MAX_REASONS = 5
 """Maximum number of distinct reasons that a proof lists."""
 
 MAX_ROWS = 2**23
-"""Maximum number of rows in the data for which the order of an epoch is computed, which takes seconds."""
+"""Maximum number of data rows for which the order of an epoch is computed. The computation takes seconds."""
 
 COUNTS = ("draw", "row", "rollouts", "samples", "turns", "tokens", "failed")
 TABLE = (*COUNTS, "prompt", "group", "oldest", "newest")
@@ -178,9 +178,10 @@ class History:
             )
 
     def _set(self, content: Mapping[str, Any]) -> None:
-        """Read the settings of an attempt."""
+        """Check and store the settings of an attempt."""
         for name in ("max_staleness", "prompts_per_step"):
-            require(content[name] is None or natural(content[name]) >= 0, f"a number {name}", shown(content[name]))
+            is_valid = content[name] is None or natural(content[name]) >= 0
+            require(is_valid, f"a number or null as {name}", shown(content[name]))
         natural(content["data"]["rows"])
         self.settings = self.attempts[natural(content["attempt"])] = dict(content)
 
@@ -219,7 +220,7 @@ class History:
                 require(is_equal, f"engines with the trainer's checksum {trainer}", shown(engines))
 
     def _check_same(self, step: int, earlier: Mapping[str, Any], weights: Mapping[str, Any]) -> bool:
-        """Check that the weights after `step` have the same checksums again. Return whether they can be compared."""
+        """Check that the weights of `step` have the same checksums as before. Return whether any could be compared."""
         compared = [scope for scope in SCOPES if scope in earlier and scope in weights]
         compared = [scope for scope in compared if earlier[scope]["regions"] == weights[scope]["regions"]]
         for scope in compared:
@@ -291,7 +292,7 @@ class History:
             self.num_draws += 1
 
     def _take(self, step: int, table: Mapping[str, Sequence[Any]]) -> None:
-        """Take the rows of a table's groups, which must be drawn and not yet taken."""
+        """Take the rows of a table's groups. Each row must be drawn and not yet taken."""
         for name in COUNTS:
             naturals(table[name])
         for draw, row in zip(table["draw"], table["row"], strict=True):

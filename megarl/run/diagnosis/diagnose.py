@@ -195,7 +195,8 @@ def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
     if model is not None:
         if not (model / "config.json").is_file():
             raise UserError(
-                f"--model {model}: not a Hugging Face model folder (no config.json). Fix: pass a folder that has one"
+                f"--model {model}: not a Hugging Face model folder (no config.json). Fix: pass a folder with "
+                "config.json and weights"
             )
         return model
     exported = folder / "model"

@@ -31,7 +31,7 @@ class Request:
 
 
 def compute(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarray]:
-    """Return the outputs of each model stage. Each implementation needs a different library."""
+    """Return the outputs of each model stage. Import only the library that the implementation needs."""
     if side == "trainer":
         from megarl.megatron.layer_outputs import layer_outputs as trainer_outputs
 

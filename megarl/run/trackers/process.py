@@ -1,4 +1,4 @@
-"""The tracker process. It receives JSON requests and replies to each with the error, which is empty on success. If the
+"""The tracker process. It receives JSON requests and replies to each with an error message (empty on success). If the
 tracker's library raises an error, the process remains available for the next request."""
 
 from __future__ import annotations

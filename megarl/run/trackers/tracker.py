@@ -111,7 +111,7 @@ class Tracker:
             self._attempt({"close": True})
 
     def _write_images(self, step: int) -> None:
-        """Log a step's images in a separate request, whose failure does not affect the metrics."""
+        """Log a step's images in a separate request, so that a failure does not affect the metrics."""
         try:
             images = {name: str(path) for name, path in self._images_of(step).items()}
         except OSError as error:  # the run folder may be temporarily unreadable
@@ -120,7 +120,7 @@ class Tracker:
             self._attempt({"write_images": (step, images)})
 
     def _attempt(self, request: Mapping[str, Any]) -> bool:
-        """Send a request to the process, which is started if necessary. Return whether the request succeeded."""
+        """Start the process if necessary, and send it a request. Return whether the request succeeded."""
         try:
             process = self._process
             if process is None:

@@ -158,7 +158,10 @@ def test_full_host_memory_is_a_problem():
     assert without.problem is None and 1900 * GIB < sum(without.host.values()) < 2048 * GIB
     assert reference.host["reference: weights"] == pytest.approx(8 * 14 * GIB, rel=0.02)
     assert "a node's host memory would hold" in reference.problem and reference.problem.count("\n") == 0
-    assert "has only 2048 GiB. Fix: offload less, or set checkpoint.background=false" in reference.problem
+    assert (
+        "has only 2048 GiB. Fix: remove states from actor.offload, or set checkpoint.background=false"
+        in reference.problem
+    )
     assert COPIES not in without.host, "copies would take 3/4 of the memory, so the run makes none"
 
 

@@ -83,7 +83,7 @@ def recipe(*overrides: str) -> Config:
     [
         (
             ["actor.frozen=['*']"],
-            r"actor.frozen=\['\*'\]: the patterns freeze all parameters. Fix: match fewer tensors",
+            r"actor.frozen=\['\*'\]: the patterns freeze all parameters. Fix: remove patterns until",
         ),
         (["actor.frozen=[lm_head.weight]"], "actor.frozen: lm_head.weight matches no tensor in the model"),
         (

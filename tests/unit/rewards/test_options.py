@@ -93,7 +93,7 @@ def test_options_are_arguments_and_not_columns(file):
         (
             "generative_judge",
             {"base_url": "http://localhost/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"},
-            "options.api_key_env=NO_SUCH_KEY: this environment variable is not set. Fix: export it",
+            "options.api_key_env=NO_SUCH_KEY: this environment variable is not set. Fix: set it to the API key",
         ),
         (
             "reasoning_gym",

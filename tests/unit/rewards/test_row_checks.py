@@ -187,7 +187,7 @@ def test_rows_are_checked_again_after_their_process_is_killed(monkeypatch: pytes
             r"Fix: change the type of the value in data\.answer_column or column 'task'; the answer",
         ),
         (MemoryError(), "Fix: raise rewards.memory_mib, or drop the row"),
-        (KeyError("a"), r"Fix: correct the value in data\.answer_column or column 'task', or drop the row"),
+        (KeyError("a"), r"Fix: change the value in data\.answer_column or column 'task', or drop the row"),
         (ValueError("bad. Fix: do this"), "^bad. Fix: do this$"),
     ],
 )

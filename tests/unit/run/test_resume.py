@@ -279,7 +279,7 @@ def test_moved_model_is_recognized_by_its_hash(root: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == ""
     again = start(elsewhere, PROMPTS, {"model.path": {"folder": "/new/m", "hash": MODELS["model.path"]["hash"]}})
     assert again.state.step == 2
-    assert capsys.readouterr().out == "model.path=/new/m: same weights as m, from which the run started\n"
+    assert capsys.readouterr().out == "model.path=/new/m: same weights as m, the model that the run started from\n"
     assert "/new/m" in again.folder.config.read_text()
 
 

@@ -50,8 +50,8 @@ def test_difference_beyond_rounding_ends_the_run(tmp_path, monkeypatch):
     assert str(error.value) == (
         "logprob_check: before the first step, the velocities of engine-1 differ from the trainer's (relative "
         f"difference 2.5e-01): 5 of {count} parts of its weights differ: layers.0.weight; layers.1.weight; "
-        "layers.2.weight\nThe limit is 0.0001. Fix: correct the cause, or set logprob_check.canaries=off to disable "
-        "this check"
+        "layers.2.weight\nThe limit is 0.0001. Fix: check the installed versions with megarl doctor, or set "
+        "logprob_check.canaries=off to disable this check"
     )
 
 

@@ -405,8 +405,8 @@ def test_program_that_does_not_exist_raises(tmp_path: Path):
 
 def test_import_error_names_the_file_and_the_remedy():
     assert ChildFailure("exit status 1").import_error("key=a.py", 5) == (
-        "key=a.py: the import ended the process (exit status 1). Fix: correct the file (its output is in this "
-        "process's log)"
+        "key=a.py: the import ended the process (exit status 1). Fix: make the file import without exiting "
+        "(its output is in this process's log)"
     )
     assert ChildFailure("", timed_out=True).import_error("key=a.py", 5, ", or raise X") == (
         "key=a.py: the import did not finish within 5 s. Fix: move slow work out of the file's top level, or raise X"

@@ -27,7 +27,7 @@ def test_refusal_names_the_overrides_and_the_reason() -> None:
     )
     assert str(refusal(rejected_by_pydantic(), "reward_model", {})) == (
         "reward_model: vLLM rejects the engine's arguments: gpu_memory_utilization: Input should be less than or equal "
-        "to 1. Fix: change the keys of reward_model"
+        "to 1. Fix: change the key of reward_model that sets this argument"
     )
 
 
