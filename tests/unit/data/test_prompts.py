@@ -78,7 +78,9 @@ def test_data_hash_covers_captions(tmp_path):
 
 def test_messages_are_not_captions(tmp_path):
     file = jsonl(tmp_path, "a cat", [{"role": "user", "content": "a cat"}])
-    with pytest.raises(UserError, match=r"train\.jsonl:2: column 'prompt' \(data\.prompt_column\) contains messages, but a"):
+    with pytest.raises(
+        UserError, match=r"train\.jsonl:2: column 'prompt' \(data\.prompt_column\) contains messages, but a"
+    ):
         load_prompts(images(config_of(file)), tmp_path)
 
 
