@@ -106,8 +106,9 @@ class Recovery:
             yield attempt()
 
     def fits(self) -> bool:
-        """Return whether copies take at most half of the free shared memory on every node. Otherwise, print a note at
-        the first call and never replace ranks."""
+        """Return whether copies take at most half of the free shared memory on every node. If not, ranks are never
+        replaced. Once there are spare nodes, also check the additional copies for keepers. Each check runs once, and
+        prints a note if it fails."""
         if self._fits is None:
             self._fits = self._has_room(
                 lambda _: (), "the loss of a rank ends the attempt. Fix: enlarge /dev/shm until twice that size is free"

@@ -1,4 +1,4 @@
-"""Start Ray without services that runs do not need. As a module, this is the `ray` command without these services."""
+"""Start Ray without services that runs do not need. `python -m` on this module is the `ray` command without them."""
 
 from __future__ import annotations
 

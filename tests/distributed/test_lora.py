@@ -416,7 +416,7 @@ def test_adapters_resume_bit_for_bit_and_change_layout(request, tmp_path, model,
 def check_merged_folders(
     checkpoint: Checkpoint, converted: Checkpoint, ranks: list[AdapterResult], folder: Path, out: Path
 ) -> None:
-    """Check the result of merging a checkpoint's adapters, with and without a run.
+    """Check that a checkpoint's adapters are merged correctly by the converters and by the ranks of a run.
 
     Args:
         ranks: ranks of a run that started with the checkpoint's adapters.
@@ -429,7 +429,7 @@ def check_merged_folders(
     assert merged.keys() == rounded.keys()
     assert all(torch.equal(weight.bfloat16(), rounded[name]) for name, weight in merged.items())
     for name, weight in whole_tensors(read_config(folder), ranks, "weights").items():
-        # The float32 sums may differ in the last bits, so that their nearest bfloat16 numbers are neighbors.
+        # The float32 sums may differ in the last bits and round to neighboring bfloat16 values.
         sums = dict(rtol=TOLERANCES[torch.bfloat16], atol=TOLERANCE * float(weight.abs().max()))
         torch.testing.assert_close(weight.bfloat16(), rounded[name], **sums)
 

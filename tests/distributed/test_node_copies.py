@@ -113,7 +113,7 @@ def fail_to_restore(store, rank: int, config: Config, model: Path, root: Path, n
 
 
 def test_lost_copies_are_named(model: Path, tmp_path: Path) -> None:
-    """Two neighbors of four nodes are lost, and with them both copies of one rank."""
+    """Two neighboring nodes of four are lost, and with them both copies of one rank."""
     nodes, config = [0, 1, 2, 3], config_of(model, "actor.layout={pp: 2, dp: 2}")
     run_ranks(4, train_and_copy, config, model, tmp_path, nodes)
     for node in (1, 2):

@@ -1,7 +1,8 @@
 """Consecutive runs in one process tree that share Ray, and share engines if their settings are equal.
 
-Each run starts its own reward processes and trainer ranks, with their own logs. Run as a program, it reads lines with
-the function that trains and the arguments of `megarl train` from stdin, and writes a line when a run has finished.
+Each run starts its own reward processes and trainer ranks, with their own logs. As a program, this module reads one run
+per line from stdin: a JSON list of the training function and the arguments of `megarl train`. It prints a line when a
+run has finished.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def scale_embedding(folder: Path) -> None:
 
 
 def changed(folder: Path, target: Path) -> Path:
-    """Write a copy of a model with other weights."""
+    """Write a copy of a model with noise added to its weights."""
     generator = torch.Generator().manual_seed(1)
     weights = load_file(folder / "model.safetensors")
     noisy = {name: w + 0.3 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}

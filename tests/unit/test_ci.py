@@ -69,7 +69,7 @@ class Repository:
         return targets
 
     def test_all(self, *parts: str, **faults: str) -> tuple[list[str], dict[str, str]]:
-        """Run parts as a whole. Return the targets that were made, and the commit of each verified part."""
+        """Run these parts (default: all) completely. Return the targets that ran and each verified part's commit."""
         done = self.run(*(parts or ("all",)), **faults)
         assert (done.returncode == 0) == (not faults), done.stderr
         targets = [line.split() for line in done.stdout.splitlines()]

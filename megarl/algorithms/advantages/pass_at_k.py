@@ -95,10 +95,10 @@ def _check(rewards: Sequence[float], k: int) -> None:
 
 
 def k_is_at_most_the_group_size(options: Options, samples_per_prompt: int) -> str | None:
-    """Require k to be at most the number of samples, or less with the baseline over all subsets: the only subset of n
-    samples contains every sample."""
+    """Require k to be at most `samples_per_prompt`. With pass_at_k_baseline=all, k must be less, because a single
+    subset makes every advantage 0."""
     k, all_sets = options["k"], options["pass_at_k_baseline"] == "all"
-    if samples_per_prompt < 2:  # rejected for every group estimator
+    if samples_per_prompt < 2:  # reported by the rule for all group estimators
         return None
     if k > samples_per_prompt:
         return (

@@ -34,7 +34,7 @@ def test_pass_rates_match_enumeration(n: int) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(4, 2), (5, 3), (3, 3), (6, 1)])
 def test_pass_rates_are_unbiased(n: int, k: int) -> None:
-    """The mean over all outcomes of n samples is the probability for k samples."""
+    """The expectation over n samples is the probability that any (pass@k) or all (pass^k) of k samples succeed."""
     p = 0.3
     outcomes = [
         (sum(outcome), p ** sum(outcome) * (1 - p) ** (n - sum(outcome))) for outcome in product((0, 1), repeat=n)

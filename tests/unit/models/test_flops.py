@@ -56,8 +56,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_flops_match_torchs_counts(model_type):
-    """Torch counts all pairs of query and key, as eager attention computes them, and no gradient of the embedding. It
-    also counts the router, which ours does not: less than one percent here."""
+    """Torch counts all (query, key) pairs, because eager attention computes them all. It also counts the router, which
+    `training_flops` omits: less than one percent here."""
     torch.manual_seed(0)
     sizes = SIZES | MODELS[model_type]
     config = AutoConfig.for_model(TRANSFORMERS_TYPES.get(model_type, model_type), **sizes)

@@ -82,7 +82,7 @@ def test_samples_beyond_the_window_cost_less():
 def test_token_cost_counts_only_active_experts():
     config = COMMON | dict(model_type="qwen3_moe", head_dim=8, moe_intermediate_size=20, num_experts_per_tok=4)
     few, many = (TokenCost.of_model(config | dict(num_experts=count)) for count in (8, 64))
-    dense = TokenCost.of_model(COMMON | dict(model_type="qwen3", head_dim=8))  # 4 · 20 rows of 80
+    dense = TokenCost.of_model(COMMON | dict(model_type="qwen3", head_dim=8))  # width 80 = 4 active experts · 20
     assert few == many == dense
 
 

@@ -32,7 +32,8 @@ def inputs(num_tokens: int, hidden: int, padded: int, vocab: int, seed: int = 0)
 
 
 def random_candidates(num_tokens: int, vocab: int, seed: int = 1) -> torch.Tensor:
-    """Return int64 [N, 7]: zero to seven candidates at any position. Every third row has all tokens as candidates."""
+    """Return candidate ids, int64 [N, 7], with padding in any column. Every third row is all padding, so that every
+    token is a candidate."""
     generator = torch.Generator().manual_seed(seed)
     candidate_ids = torch.randint(-vocab // 2, vocab, (num_tokens, 7), generator=generator).clamp(min=-1)
     candidate_ids[::3] = -1

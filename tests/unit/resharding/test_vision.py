@@ -96,7 +96,7 @@ def test_exported_folder_is_loaded_by_transformers(kind: Kind, tmp_path: Path) -
     with SafetensorsFolder(folder) as files:
         write_folder(plan, files, hf_config, folder, tmp_path / "out", shard_bytes=200_000)
     assert_equal(their_tensors(tmp_path / "out"), expected)
-    # Published folders of Qwen2.5-VL have older names.
+    # Published folders of Qwen2.5-VL use older tensor names; exported ones use transformers' current names.
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     assert stored_shapes(tmp_path / "out") == (shapes if kind == "qwen2_5_vl" else published)
     assert vision_of(add_vision(read_config(tmp_path / "out"))) == vision_of(hf_config)

@@ -57,7 +57,7 @@ def test_lines_have_one_placeholder_per_image(tmp_path: Path) -> None:
 
 
 def test_placeholder_in_the_text_is_not_an_image(tmp_path: Path) -> None:
-    """If the text differs from the decoded tokens, the images have no places."""
+    """The images' positions are omitted if the text differs from the decoded tokens."""
     item = prompt("p", f"{PLACEHOLDER_TEXT} is ", encoded(RED), "?")
     changed = replace(prompt("q", encoded(RED), "?"), text="other")
     file = tmp_path / "step_000001.jsonl"
