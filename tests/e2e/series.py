@@ -102,6 +102,11 @@ class Stage:
                 finetune.learn(self._session, config, models, loop)
             else:
                 self._run_with_engines(config, models, loop, learn)
+        engines = self._engines.actors if self._engines else {}
+        # The session's handles would keep the run's processes alive. Only engines continue.
+        for watched in (self._session._watched, self._session._replaceable):
+            for name in watched.keys() - engines.keys():
+                del watched[name]
         if learn != LEARN:
             return
         is_proven, proof = audit(loop.folder.path, reads_all=True)
@@ -131,7 +136,7 @@ def main(folder: Path) -> None:
             config = load(Path(recipe), overrides)
             stage = stage or Stage(stack.enter_context(Session(config, folder, scratch)))
             stage.run(config, learn)
-            gc.collect()  # frees the handles of the run's processes, which then exit
+            gc.collect()  # frees the other handles, so that the run's processes exit
             answers.write(DONE)
             answers.flush()
 
