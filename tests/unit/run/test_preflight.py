@@ -307,7 +307,7 @@ def test_wrong_response_of_the_trial_is_named(recipe: Path, tmp_path: Path, capf
     runs.mkdir()
     key = f"rewards.functions=[{{function: '{tmp_path}/reward.py:f'}}]"
     line = fail(recipe, runs, capfd, key)
-    assert "(megarl used the wrong response 'This response is wrong.' in this trial). Fix: correct" in line
+    assert "(megarl used the wrong response 'This response is wrong.' in this trial). Fix: make" in line
     _, errors = check(recipe, runs, capfd, key, "rewards.failure_limit=0.1")
     assert errors.startswith("megarl: warning: rewards.functions: f returned NoneType")
 

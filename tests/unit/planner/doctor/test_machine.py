@@ -26,7 +26,7 @@ from megarl.planner.doctor.machine import (
 def test_quota_below_the_core_count_is_a_note():
     finding = processors(allowed=64, quota=8.0, installed=128)
     assert (finding.state, finding.found) == ("note", "cgroup quota of 8 cores (64 of 128 cores allowed)")
-    assert "8 cores" in finding.fix
+    assert "at most 8 in total" in finding.fix
     assert processors(64, None, 128).found == "64 of 128"
     assert processors(64, 80.0, 64).found == "64"
 
