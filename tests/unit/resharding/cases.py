@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from megarl.config.model_schema import Layout
+from megarl.models.huggingface import replicates_kv_heads
 from megarl.models.multimodal import WHOLE, WITH_TOWER
 
 
@@ -609,6 +610,8 @@ def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
     ends = dict(first=first, last=last) if pp > 1 else {}
     model = draw(st.sampled_from(MODELS))
     is_interleaved = model["model_type"] == "gpt_oss"
+    if not replicates_kv_heads(model["model_type"]):
+        kv_heads = lcm(kv_heads, vllm_tp)
     config = config_of(
         **model,
         hidden_size=draw(st.integers(1, 5)),

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holder, vllm_holders
@@ -89,8 +89,10 @@ def test_sample_of_correct_engine_weights_passes(case, num_elements):
 @settings(max_examples=25)
 @given(configs(), st.integers(0, 5))
 def test_expert_padding_is_written_and_verified(case, extra):
-    """vLLM's CPU kernels require experts padded to more rows and columns, in every layout."""
+    """vLLM's CPU kernels require experts padded to more rows and columns, in every layout. Plans for gpt-oss, whose
+    gates and ups alternate, do not support padding."""
     config, layout, tp = case
+    assume(config["model_type"] != "gpt_oss")
     ranks, weights = trained(config, layout)
     for rank in range(tp):
         params = with_padded_experts(vllm_shard(config, random_checkpoint(config), tp, rank), extra)

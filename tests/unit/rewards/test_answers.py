@@ -244,7 +244,7 @@ HOSTILE = [
     ),
 )
 def test_hostile_expression_is_wrong_and_not_a_failure(response):
-    match = resolve("math_match", {"timeout_s": 1})
+    match = resolve("math_match", {"timeout_s": 3})
     for answer in ("1", r"\frac{\sqrt{2}}{3}"):
         assert match("", rf"\boxed{{{response}}}", answer) is False
 
