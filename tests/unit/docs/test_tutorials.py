@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+import megarl
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.environments.registry import check_environment
 from megarl.rewards.registry import resolve
 from tests.forked_script import run_script
+from tests.published_models import CONFIGS
 from tests.readme import PAGES, text_of
 
 TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
@@ -61,6 +65,19 @@ def test_scripts_run(page, tmp_path):
     for file in sorted(tmp_path.glob("*.py")):
         done = run_script(file, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+
+
+def test_python_api_converts_the_model_of_its_recipe(tmp_path):
+    write_files("docs/tutorials/python-api.md", tmp_path)
+    text = text_of("docs/tutorials/python-api.md")
+    layout = re.search(r"convert_to_megatron\(config.model.path, \"megatron\", (.*)\)", text)[1]
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(CONFIGS["SmolLM2-135M"]))
+    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["base"] == "quickstart.yaml"
+    plan = megarl.plan_reshard(model, layout.replace(" ", ""), "vllm:replicas=1")
+    assert plan.written_once
+    with pytest.raises(megarl.UserError, match="attention heads"):
+        megarl.plan_reshard(model, "tp=2", "vllm:replicas=1")
 
 
 @pytest.mark.parametrize("config", with_recipe(), indirect=True)
