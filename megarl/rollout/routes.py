@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from megarl.core.completion import NO_ROUTE
 from megarl.models.huggingface import Experts
 
-
 OFF = "Fix: set actor.experts.replay_routes=false"
 
 
