@@ -65,8 +65,9 @@ class Refit:
         if self._quantizes or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()
         # A refit that is repeated after the loss of a rank must not count the preceding updates a second time.
-        rate, self._version = (0.0 if version == self._version else rate), version
+        rate = 0.0 if version == self._version else rate
         expected = None if self._verifier is None else self._verifier.expect(regions(self._engines.holders), rate)
+        self._version = version
         while True:
             if self._connected != self._engines.generations:
                 self._planned = None

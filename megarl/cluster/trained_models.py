@@ -147,7 +147,7 @@ class TrainedModels:
         offload.result()
 
     def offload_all(self) -> Pending[dict[str, Metric]]:
-        """Offload all models. The result is the number of bytes freed, as metrics."""
+        """Offload all models. The result is the size of their offloaded parts in GB, as metrics."""
         moving = [group.offload(PARTS) for group in self.groups.values() if group.offloads]
         return join(moving).then(lambda parts: {name: metric for metrics in parts for name, metric in metrics.items()})
 

@@ -59,8 +59,8 @@ class FinishedRollouts:
 
     def begin(self, step: int) -> None:
         """Write groups that finish from now on into the folder for the checkpoint of this step. Move unused groups of
-        earlier attempts there, unless they are too stale. Remove folders older than the previous checkpoint's, because
-        that checkpoint is complete."""
+        earlier attempts there, unless they are too stale. Remove folders older than the previous checkpoint's. If that
+        checkpoint was abandoned, a resumed run samples their groups again."""
         for earlier, path in numbered(self.folder, AFTER).items():
             if self._step is not None and earlier < self._step:
                 shutil.rmtree(path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.groups.engines import Requests, Sampled
+from megarl.cluster.groups.engines import GroupRequests, Sampled
 from megarl.cluster.image_files import attach_images, put_images
 from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.rank_batch import put_sample
@@ -145,7 +145,7 @@ class RolloutQueue:
         places = self.finished.free_places(number, self._num_in_step, len(new))
         prompts = put_images([self.data[items[i].row] for i in new], self.data.images)
         group_requests = requests(self.config, number, prompts, places, self.data.responses)
-        self._num_in_step = max(self._num_in_step + len(items), 1 + max(places, default=0))
+        self._num_in_step = max(self._num_in_step + len(items), 1 + max(places, default=-1))
         groups: dict[int, Group] = {}
         sampled = [k for k in self._in_order([items[i] for i in new]) if new[k] not in given]
         for submission in self._submissions(sampled):
@@ -287,7 +287,7 @@ class RolloutQueue:
             return [[i] for i in numbers]
         return [numbers] if numbers else []
 
-    def _sample(self, groups: Requests) -> Pending[list[Sampled]]:
+    def _sample(self, groups: GroupRequests) -> Pending[list[Sampled]]:
         """Submit the requests for each prompt. Rewards are computed for each sample as soon as it is finished."""
         workers = self.workers
         source = workers.engines if workers.environments is None else workers.environments

@@ -53,7 +53,7 @@ def collect_rollouts(
     workers: Workers,
     number: int,
     queue: RolloutQueue,
-    rollouts: Path,
+    file: Path,
     watch: Stopwatch,
     meanwhile: Callable[[], None],
 ) -> Rollouts:
@@ -83,7 +83,7 @@ def collect_rollouts(
             workers.switch_to_scoring(is_last=rounds + 1 == config.batch.sampling_rounds)
         with watch.phase("reward"):
             samples = [sample for group in groups for sample in group]
-            round_scores, token_rewards = workers.rewards.score(samples, number, rollouts).result(meanwhile)
+            round_scores, token_rewards = workers.rewards.score(samples, number, file).result(meanwhile)
         sampled += groups
         scores += round_scores
         process_rewards |= token_rewards

@@ -23,8 +23,8 @@ from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.collector import imports
-from megarl.core.latents import LatentSample, VelocityInput
-from megarl.core.sample import Sample, SampleRef
+from megarl.core.latents import AnySample, LatentSample, VelocityInput
+from megarl.core.sample import SampleRef
 from megarl.rollout.diffusers.request import ImageRequest
 from megarl.rollout.engine import Engine, SamplingRequest
 from megarl.rollout.router import Aborted
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from megarl.resharding.piece import Holder
     from megarl.resharding.planning.compact import CompactPlan
     from megarl.resharding.transports.transport import Channel
-
-AnySample = Sample | LatentSample
 
 Requests = Sequence[SamplingRequest] | Sequence[ImageRequest]
 

@@ -67,7 +67,7 @@ Sampled = Group | Aborted
 
 Request = SamplingRequest | ImageRequest
 
-Requests = Sequence[Sequence[Request]]
+GroupRequests = Sequence[Sequence[Request]]
 """The requests of each group."""
 
 Answered = dict[str, list[Group] | Aborted]
@@ -234,13 +234,13 @@ class EngineGroup(ReplicaGroup):
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
         return quantized_destinations(self._hf_config, holders) if self._quantizes else holders
 
-    def generate(self, groups: Requests, listener: ActorHandle | None = None) -> Pending[list[Sampled]]:
+    def generate(self, groups: GroupRequests, listener: ActorHandle | None = None) -> Pending[list[Sampled]]:
         """Sample responses for the requests of each prompt. The result contains each prompt's samples, or Aborted, in
         order. If an engine is lost in the meantime, its requests go to the remaining engines. The method `begin`
         of the actor `listener` receives each sample as soon as it is complete."""
         return self.route(groups, partial(self._sample, listener), self._abort)
 
-    def route(self, groups: Requests, run: Run, abort: Abort) -> Pending[list[Sampled]]:
+    def route(self, groups: GroupRequests, run: Run, abort: Abort) -> Pending[list[Sampled]]:
         """Run the rollouts of each group on one of the engines. The result contains each group's samples, or Aborted,
         in order. The groups of a lost engine run on the remaining engines.
 

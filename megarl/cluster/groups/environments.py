@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from megarl.cluster.groups.engines import Answered, EngineGroup, Requests, Sampled
+from megarl.cluster.groups.engines import Answered, EngineGroup, GroupRequests, Sampled
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import RemoteCall, remote
 from megarl.cluster.image_files import RayImages
@@ -180,19 +180,19 @@ class EnvironmentGroup(WorkerGroup):
     def start(self) -> Pending[list[None]]:
         return self._start(self._config, self._model_folder)
 
-    def generate(self, groups: Requests, listener: ActorHandle) -> Pending[list[Sampled]]:
+    def generate(self, groups: GroupRequests, listener: ActorHandle) -> Pending[list[Sampled]]:
         """Run the rollouts for each prompt. The result contains each prompt's samples, or Aborted, in order. If an
         engine is lost in the meantime, its rollouts restart on the remaining engines. The method `begin` of the actor
         `listener` receives each rollout's samples as soon as the rollout finishes."""
         return self._generate(groups, self._train, listener)
 
-    def evaluate(self, groups: Requests, set_config: Config) -> Pending[list[Sampled]]:
+    def evaluate(self, groups: GroupRequests, set_config: Config) -> Pending[list[Sampled]]:
         """Run the rollouts for an evaluation set with this config, like `generate`."""
         return self._generate(groups, self._evaluate, set_config)
 
     def _generate(
         self,
-        groups: Requests,
+        groups: GroupRequests,
         call: RemoteCall[list[list[SampleRef]] | Aborted | None, Any, Sequence[SamplingRequest], ActorHandle, A],
         argument: A,
     ) -> Pending[list[Sampled]]:

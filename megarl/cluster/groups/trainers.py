@@ -80,7 +80,7 @@ class TrainerRank(CopyingRank):
         return put_scores(scores), totals
 
     def end_epoch(self) -> None:
-        """Drop this epoch's batches, because the next epoch packs its samples differently."""
+        """Drop this epoch's batches. If a step has several updates, the next epoch packs its samples differently."""
         self._batches.clear()
         self._worker.end_epoch()
 
@@ -212,7 +212,7 @@ class TrainerGroup(CopyingGroup):
     @remote(timeout="refit", join=merge)
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
         """Move these parts to host memory until `onload`, skipping parts that the config key `offload` does not list.
-        The result is the number of bytes freed on all ranks, as metrics."""
+        The result is the size of the offloaded parts on all ranks in GB, as metrics."""
         ...
 
     @remote(timeout="refit")
