@@ -19,8 +19,8 @@ from megarl.planner.workload import TextWorkload, Workload
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("gradients", "optimizer"), ("parameters", "gradients", "optimizer"))
 FASTEST, SMALLEST = 16, 8
-"""The search combines this many of the fastest training layouts, and this many of those that need the least memory, with
-every engine layout."""
+"""The search combines this many of the fastest training layouts, and this many of those that need the least memory,
+with every engine layout."""
 
 SMALLEST_CACHE_GIB = 0.5
 SPARE_GIB = 1.0
