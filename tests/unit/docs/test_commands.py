@@ -12,7 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
+from megarl import cli
 from megarl.config.load import load
 from megarl.run.folder import RunFolder
 from tests.command_line import run_command
@@ -211,6 +214,17 @@ def test_benchmarks_accept_the_documented_options():
     assert done.returncode == 0, done.stderr
     assert len(MEASURING) >= 14
     assert done.stdout.splitlines() == MEASURING
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_sentences_have_existing_options(page):
+    for text in re.findall(r"`megarl ([a-z][^`]*)`", text_of(page)):
+        command, words = typer.main.get_command(cli.app), text.split()
+        while words and isinstance(command, TyperGroup):
+            assert words[0] in command.commands, text
+            command = command.commands[words.pop(0)]
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, text
 
 
 @pytest.mark.parametrize("page", PAGES)
