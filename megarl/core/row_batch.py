@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 TEACHER = "teacher/"
 """Prefix of a teacher's name among the scores of samples, as in teacher/NAME."""
 
+PARTIAL_SCORES = (TEACHER, "process_reward")
+"""Prefixes of token scores that samples may lack: a teacher does not score all samples, and a sample may consist of
+turns without rewards."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from megarl.algorithms.kl import UNSCORED
 from megarl.algorithms.returns import turns_of
 from megarl.core.completion import NO_ROUTE, CandidateIds
 from megarl.core.prompt_images import PromptImage
-from megarl.core.row_batch import TEACHER
+from megarl.core.row_batch import PARTIAL_SCORES, TEACHER
 from megarl.core.sample import Sample, SampleRef
 from megarl.core.token_batch import ImageBatch, TeacherStates, TokenBatch
 from megarl.data.packing import Packing, round_up
@@ -93,7 +94,7 @@ def add_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
 
 def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
     """Return the batch with per-token scores of its samples added. The teachers' log-probs become the columns of one
-    field. A teacher may have no scores for some samples."""
+    field. Rows of a sample without scores in PARTIAL_SCORES are UNSCORED by teachers, and have a NaN reward."""
     device = batch.tokens.device
 
     def joined(token_scores: Mapping[str, torch.Tensor], default: float | None = None) -> torch.Tensor:
@@ -105,7 +106,11 @@ def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenSco
         ]
         return torch.cat([torch.empty(0, device=device), *parts])
 
-    fields = {name: joined(values) for name, values in scores.items() if not name.startswith(TEACHER)}
+    fields = {
+        name: joined(values, math.nan if name in PARTIAL_SCORES else None)
+        for name, values in scores.items()
+        if not name.startswith(TEACHER)
+    }
     teachers = [joined(values, UNSCORED) for name, values in scores.items() if name.startswith(TEACHER)]
     if teachers:
         fields["teachers"] = torch.stack(teachers, -1)

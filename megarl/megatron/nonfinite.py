@@ -1,7 +1,7 @@
 """Handles non-finite gradients: the update is skipped, and the run fails after several consecutive skipped updates.
 
-All ranks make the same decision because they check the same number: the norm of the full gradient, which Megatron
-reduces over the ranks. It is NaN or infinite if any gradient element is.
+All ranks make the same decision because they check the same number: `step.gradient_norm`, which is reduced over the
+ranks. It is NaN or infinite if any gradient element is.
 """
 
 from __future__ import annotations

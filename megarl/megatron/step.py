@@ -47,14 +47,21 @@ def accumulate_gradients(
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
     """Run one optimizer step, or skip it if the gradient is non-finite, leaving weights and moments unchanged. Return
-    the gradient norm before clipping. It is finite if and only if the step ran, on all ranks."""
-    # Megatron's step computes this norm again for clipping but does not check it. The norm here costs an additional
-    # pass over the rank's gradient shard.
-    optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
+    `gradient_norm`. It is finite if and only if the step ran, on all ranks."""
+    grad_norm = gradient_norm(optimizer)
     if math.isfinite(grad_norm):
         optimizer.step()
     return grad_norm
+
+
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """Return the gradient's norm before clipping, without MTP layers, which Megatron clips separately. If it is finite
+    but an MTP gradient is not, return the norm of that gradient."""
+    # Megatron's step computes these norms again for clipping but does not check them. The norms here cost an additional
+    # pass over the rank's gradient shard.
+    optimizer.prepare_grads()
+    norms = [float(optimizer.get_grad_norm()), *map(float, optimizer._compute_grad_norms_by_group().values())]
+    return next((norm for norm in norms if not math.isfinite(norm)), norms[0])
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:

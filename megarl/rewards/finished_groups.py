@@ -52,7 +52,7 @@ class FinishedGroups:
         written = []
         for (name, rollout_id), members in rollouts.items():
             unfinished = self._unfinished.setdefault(name, {})
-            unfinished.setdefault(rollout_id, members)  # a reassigned rollout may finish twice
+            unfinished[rollout_id] = members  # a reassigned rollout may finish twice; the last one is scored
             if len(unfinished) == self._num_rollouts:
                 group = [sample for each in self._unfinished.pop(name).values() for sample in each]
                 if max(newest(sample.versions) for sample in group) <= self._version:

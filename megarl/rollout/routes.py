@@ -8,10 +8,14 @@ from numpy.typing import NDArray
 from megarl.core.completion import NO_ROUTE
 from megarl.models.huggingface import Experts
 
+OFF = "Fix: set actor.experts.replay_routes=false"
 
-def expert_layer_routes(routed: Experts, routes: NDArray[np.integer]) -> NDArray[np.integer]:
+
+def expert_layer_routes(routed: Experts, routes: NDArray[np.integer] | None) -> NDArray[np.integer]:
     """Select the routes for layers with experts from routes for all layers, int [tokens, layers, experts per token].
-    vLLM reports zeros for dense layers."""
+    vLLM reports zeros for dense layers. Raise a RuntimeError if it has reported nothing."""
+    if routes is None:
+        raise RuntimeError(f"actor.experts.replay_routes=true: the engine reported no routes for a request. {OFF}")
     return routes[:, np.flatnonzero(routed.layers)]
 
 
@@ -27,7 +31,7 @@ def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int
     if has_duplicates or computed.max(initial=0) >= routed.count or computed.min(initial=0) < 0:
         raise RuntimeError(
             f"actor.experts.replay_routes=true: the engine's routes do not have {routed.active} distinct experts (of "
-            f"{routed.count}) per token and layer. Fix: set actor.experts.replay_routes=false"
+            f"{routed.count}) per token and layer. {OFF}"
         )
     routes = np.full((num_tokens, *computed.shape[1:]), NO_ROUTE, f"int{8 * routed.number_bytes}")
     routes[: len(computed)] = computed[:num_tokens]

@@ -55,8 +55,9 @@ def _earlier_date(config: Config) -> str | None:
     if config.resume != "auto":
         path = Path(config.resume).expanduser()
         return _date_in(Checkpoint.open(path).state.get("config"), path) if path.is_dir() else None
-    file = RunFolder.of(config).config
-    return _date_in(document.parse(read_text(file), str(file)).values, file) if file.is_file() else None
+    folder = RunFolder.of(config)
+    file = folder.newest(folder.config)
+    return None if file is None else _date_in(document.parse(read_text(file), str(file)).values, file)
 
 
 def _date_in(config: Any, path: Path) -> str | None:

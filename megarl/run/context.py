@@ -188,9 +188,9 @@ class RunContext:
 
     def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict, write: Write = no_files) -> None:
         """Run all steps up to run.steps. Evaluations that are due run before the first step and after each step. After
-        a termination signal, the run completes the checkpoint whose state is already in host memory. If
-        checkpoint.on_signal is set, the run finishes the current step and saves a checkpoint. Both are limited to
-        checkpoint.grace_s seconds. The weights of the `trained` models, which checkpoints save, must be loaded."""
+        a termination signal or a failure, the run completes the checkpoint whose state is already in host memory. If
+        checkpoint.on_signal is set, a signal lets the run finish the current step and save a checkpoint. Each is
+        limited to checkpoint.grace_s seconds."""
         saver, settings, done = self.saver, self.config.checkpoint, self.state.step
         self.times.begin_steps()
         health = Health(self.config, self._earlier_rows(), [warning["name"] for warning in self.folder.warnings])
@@ -216,14 +216,17 @@ class RunContext:
                 if not is_complete:
                     self._save_now(trained, write)
                 self._end_if_signaled(trained, write)
-            except RunFailure as failure:
-                if not interrupts.is_signaled:
-                    raise
-                print(f"the signal interrupted the current step: {failure}", flush=True)
-                saver.finish_after_interrupt(done, left_s=lambda: 0.0)
-                raise KeyboardInterrupt from failure
+            except (RunFailure, UserError) as failure:
+                is_signaled = interrupts.is_signaled and isinstance(failure, RunFailure)
+                if is_signaled:
+                    print(f"the signal interrupted the current step: {failure}", flush=True)
+                end = time.monotonic() + (0 if interrupts.is_signaled else settings.grace_s)
+                saver.finish_written(done, left_s=lambda: end - time.monotonic())
+                if is_signaled:
+                    raise KeyboardInterrupt from failure
+                raise
             except KeyboardInterrupt:
-                saver.finish_after_interrupt(done, left_s=lambda: interrupts.left_s)
+                saver.finish_written(done, left_s=lambda: interrupts.left_s)
                 raise
 
     def _steps(

@@ -189,7 +189,7 @@ class RunFolder:
         metrics = folder.metrics_until(last_kept)
         for subfolder in (previous.logs, path / "rollouts"):
             subfolder.mkdir(parents=True, exist_ok=True)
-        manifest = folder._newest_manifest()
+        manifest = folder.newest(folder.manifest)
         earlier = {} if manifest is None else read_object(manifest)
         recorded = {
             "changes": [change for change in changes_in(earlier) if change["after_step"] < step],
@@ -307,12 +307,11 @@ class RunFolder:
         """The content of the manifest, or {} if the file was removed. A missing manifest must not end a run."""
         return read_object(self.manifest) if os.path.lexists(self.manifest) else {}
 
-    def _newest_manifest(self) -> Path | None:
-        """Return the path of the newest manifest, if any. If an attempt was killed while it opened the folder, the
-        newest one is in the logs of an earlier attempt."""
+    def newest(self, file: Path) -> Path | None:
+        """Return the path of the newest config or manifest, if any. If an attempt was killed while it opened the
+        folder, the newest one is in the logs of an earlier attempt."""
         logs = reversed(numbered(self.path / "logs", ATTEMPT).values())
-        manifests = (self.manifest, *(folder / self.manifest.name for folder in logs))
-        return next((path for path in manifests if path.exists()), None)
+        return next((path for path in (file, *(folder / file.name for folder in logs)) if path.exists()), None)
 
     @property
     def resolved_models(self) -> dict[str, str]:

@@ -114,7 +114,7 @@ class Saver:
             self._complete(unfinished, records)
         return True
 
-    def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
+    def finish_written(self, done: int, left_s: Callable[[], float]) -> None:
         """Wait for the files of the checkpoint in progress, if any, until `left_s` returns 0, and complete it if they
         are written by then. The files are polled, because the ranks may be in the middle of a step. A checkpoint of a
         step after `done`, the last step with metrics, is not completed, because the run could not resume from it."""

@@ -10,7 +10,7 @@ from megarl.algorithms.aggregation import imitation_weights, sample_weights
 from megarl.cluster.rank_batch import RankBatch, Scores
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
-from megarl.core.row_batch import TEACHER
+from megarl.core.row_batch import PARTIAL_SCORES
 from megarl.core.sample import SampleRef
 from megarl.data.packing import Packing
 
@@ -54,8 +54,8 @@ def dispatch(
     """Return each data-parallel rank's batch for one update: its samples, with their weights in the loss, and its
     microbatches. The denoising steps of an image are dispatched separately. For pairwise objectives, the samples of a
     pair must be adjacent, with the better one first. A pair is never split. `scores` are token scores from other
-    models, keyed by their names in TokenBatch, or teacher/NAME; a teacher may lack some samples. If they include
-    process_reward, subtract these rewards from the sample's scalar reward, because it includes them."""
+    models, keyed by their names in TokenBatch, or teacher/NAME; those in PARTIAL_SCORES may lack some samples. If they
+    include process_reward, subtract these rewards from the sample's scalar reward, because it includes them."""
     objective = config.algorithm.objective
     num_tokens = [_counted_tokens(config, role, sample) for sample in samples]
     prompts = [sample.group for sample in samples]
@@ -73,7 +73,7 @@ def dispatch(
             scores={
                 name: by_sample[item.id]
                 for name, by_sample in scores.items()
-                if item.id in by_sample or not name.startswith(TEACHER)
+                if item.id in by_sample or not name.startswith(PARTIAL_SCORES)
             },
         )
         for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)

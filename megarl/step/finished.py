@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -186,8 +187,9 @@ class FinishedRollouts:
         return weights or {}
 
 
-def _oldest(samples: Sequence[SampleRef]) -> int:
-    return min(sample.version_oldest for sample in samples)
+def _oldest(samples: Sequence[SampleRef]) -> float:
+    """Return the oldest weight version that sampled a token; infinity without tokens, since nothing is then stale."""
+    return min((sample.version_oldest for sample in samples if sample.num_response_tokens), default=math.inf)
 
 
 def _digest(values: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from megarl.config.schema import Config
 from megarl.core.sample import Sample
+from megarl.megatron.model.build import named_parameters
+from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.models.mtp import add_mtp
 from megarl.models.token_cost import TokenCost
@@ -21,6 +25,7 @@ from megarl.resharding.piece import whole as whole_piece
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 from tests.closeness import LOSS_FLOOR, assert_close, close_to, expected, load
 from tests.distributed.test_families import DEEPSEEK, GATED_DELTA, GATED_DELTA_EXPERTS, GLM
+from tests.distributed.test_optimizer import state_of
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.marks import exhaustive_but
@@ -31,6 +36,7 @@ from tests.parity import (
     Outcome,
     RankResult,
     config_of,
+    own_batch,
     random_groups,
     separate_experts,
     train,
@@ -118,6 +124,31 @@ def test_trained_mtp_layer_matches_reference(tmp_path, case):
         found = {name: whole[name] for name in getattr(exact, what)}
         assert len(found) >= 15
         assert_close(found, getattr(exact, what), getattr(plain, what), what)
+
+
+def updates_with_spoiled_layer(store, rank: int, config: Config, folder: Path, factors: list[float]) -> list[bool]:
+    """Run an update for each factor, which multiplies the gradients of the layer's norms. Return whether each update
+    leaves the rank's weights and state unchanged."""
+    worker, unchanged = ActorWorker(config, folder, rank, store, threads=1), []
+    parameters = named_parameters(worker.chunks)
+    norms = [parameter for name, parameter in parameters.items() if ".mtp." in name and "norm" in name]
+    for factor in factors:
+        before = state_of(worker)
+        hooks = [norm.register_hook(lambda gradient, factor=factor: factor * gradient) for norm in norms]
+        worker.update(own_batch(config, worker, GROUPS, None))
+        worker.end_step()
+        for hook in hooks:
+            hook.remove()
+        unchanged.append(all(map(torch.equal, before, state_of(worker))))
+    return unchanged
+
+
+def test_all_ranks_skip_an_update_if_only_the_layer_has_a_nonfinite_gradient(tmp_path):
+    """The layer is on the second rank."""
+    folder = add_mtp_layer(write_tiny_model(tmp_path / "model", "deepseek_v3", **DEEPSEEK))
+    config = config_of(folder, "actor.layout={pp: 2, first_stage_layers: 2}", TRAINED)
+    ranks = run_ranks(2, updates_with_spoiled_layer, config, folder, [1.0, math.nan, 1.0, math.inf])
+    assert ranks == [[False, True, False, True]] * 2
 
 
 def reference_outcome(folder: Path, deeper: Path, updates) -> Outcome:

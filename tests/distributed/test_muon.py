@@ -17,6 +17,7 @@ from tests.distributed.test_checkpoint import check_round_trip
 from tests.distributed.test_host_copies import check as check_copies
 from tests.distributed.test_offload import offload_and_reload, undisturbed
 from tests.distributed.test_precision import rounded, whole_main_weights
+from tests.distributed.test_transformer_engine import GROUPS
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.marks import exhaustive_but
@@ -28,7 +29,6 @@ from tests.parity import (
     Outcome,
     RankResult,
     assert_same_training,
-    branching_group,
     canonical,
     capture_gradients,
     config_of,
@@ -163,7 +163,7 @@ def test_transformer_engine_updates_other_parameters(dense, experts, tmp_path):
     trained = train_all(tmp_path, cases)
     for name, folder in (("dense", dense), ("experts", experts)):
         assert "Transformer Engine's FusedAdam" in trained[name].kernels
-        plain = plain_training(folder, [[*random_groups(0, SHARDED_VOCAB), branching_group(0, SHARDED_VOCAB)]])
+        plain = plain_training(folder, [GROUPS])
         assert_same_training(folder, [trained[name].rank], plain)
 
 

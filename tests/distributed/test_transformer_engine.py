@@ -127,7 +127,7 @@ def trained(folders, adapted, tmp_path_factory) -> dict[str, Trained]:
 @cache
 def plain_of(folder: Path) -> Expected[Outcome]:
     """Return the outcome of the update in plain Hugging Face and torch."""
-    return plain_training(folder, [[*random_groups(0), branching_group(0)]], kl_coefficient=0.0)
+    return plain_training(folder, [GROUPS], kl_coefficient=0.0)
 
 
 @pytest.mark.parametrize("name", exhaustive_but(sorted(NAMES), *NAMES & IN_TEST))

@@ -22,7 +22,7 @@ from megarl.core.row_batch import TEACHER
 from megarl.core.token_batch import Scoring, TokenBatch
 from megarl.data.collate import teacher_states
 from megarl.data.local_batch import LocalBatch
-from megarl.megatron import parallel
+from megarl.megatron import parallel, step
 from megarl.megatron.advantages import (
     AnyBatch,
     add_distillation,
@@ -141,8 +141,7 @@ class ActorWorker(TrainerWorker):
         limits = self._config.algorithm.trust_region
         if limits.kl_limit is None:
             return super()._apply_gradients(batches, sums)
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
+        grad_norm = step.gradient_norm(self.optimizer)
         if not math.isfinite(grad_norm):
             return grad_norm, {}
         taken = take_step(self.chunks, self.optimizer, self.loss, batches, sums, limits)

@@ -288,8 +288,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
             names = [self._pending[output.request_id].vllm_id for output in outputs]
             computed = self._call_workers(RefitExtension.take_routes, names)[0]
         else:
-            reported = [output.outputs[0].routed_experts for output in outputs]
-            computed = [expert_layer_routes(self._routed, routes) for routes in reported if routes is not None]
+            computed = [expert_layer_routes(self._routed, output.outputs[0].routed_experts) for output in outputs]
         prompts = [self._pending[output.request_id].token_ids for output in outputs]
         return [
             whole_routes(self._routed, routes, len(prompt) + len(output.outputs[0].token_ids))

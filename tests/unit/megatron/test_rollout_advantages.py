@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -44,7 +45,7 @@ def ref(rollout: int, number: int, num_tokens: int, count: int) -> SampleRef:
 
 def advantages(keys: Sequence[str], outcomes: Sequence[float], **rewards: Sequence[Rollout]) -> list[list[list[float]]]:
     """Return the advantage of each token, by rollout and sample. `rewards` are token rewards by field of TokenBatch;
-    all fields have the same numbers of tokens."""
+    all fields have the same numbers of tokens. Samples whose rewards are all NaN have none, as in RewardWorker."""
     config = load(QUICKSTART, ["environment.class=a.py:A", f"batch.samples_per_prompt={len(outcomes)}", *keys])
     shape = next(iter(rewards.values()))
     rollouts = [
@@ -55,6 +56,7 @@ def advantages(keys: Sequence[str], outcomes: Sequence[float], **rewards: Sequen
             item.id: list(tokens)
             for items, rollout in zip(rollouts, field, strict=True)
             for item, tokens in zip(items, rollout, strict=True)
+            if not all(map(math.isnan, tokens))
         }
         for name, field in rewards.items()
     }
@@ -130,6 +132,22 @@ def test_outcome_is_shared_and_turn_rewards_are_not(estimator):
         "reinforce": [2.5, 2.5, 3.0],
     }
     assert found == pytest.approx(expected[estimator])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("estimator: reinforce_plus_plus, whiten: false", [2.5, 2.5, 3.0, 3.0]),
+        ("estimator: reinforce, credit: reward_to_go", [2.5, 2.5, 3.0, 3.0]),
+        ("estimator: grpo, std: none, credit: reward_to_go", [0.25, 0.25, 0.0, 0.0]),
+    ],
+)
+def test_sample_of_turns_without_rewards(settings, expected):
+    """The first rollout has two samples. No turn of the first one has a reward. The outcomes without turn rewards are
+    2.5 and 2, and the turn rewards 0.5 and 1."""
+    turns = [[[math.nan, math.nan], [0.5]], [[1.0]]]
+    found = advantages([f"algorithm.advantage={{{settings}}}"], [3.0, 3.0], process_reward=turns)
+    assert flat(found) == pytest.approx(expected)
 
 
 def test_gae_credits_each_turn_reward_once():

@@ -97,14 +97,14 @@ def test_groups_of_newer_weights_are_not_written(tmp_path, version, is_written):
     assert bool(load_groups(tmp_path)) == is_written
 
 
-@pytest.mark.parametrize("num_earlier", [1, 2])
-def test_first_of_two_equal_rollouts_is_kept(tmp_path, num_earlier):
-    """A reassigned rollout may finish twice, before or after the group is complete."""
+@pytest.mark.parametrize(("num_earlier", "kept"), [(1, "late"), (2, "two")])
+def test_last_of_two_equal_rollouts_is_kept(tmp_path, num_earlier, kept):
+    """A reassigned rollout may finish twice. Once the group is complete, it is not written again."""
     batches = [[sample("5.1.0")], [sample("5.1.1")]]
     batches.insert(num_earlier, [replace(sample("5.1.0"), text="late")])
     collect(tmp_path, *batches)
     [[first, second]] = load_groups(tmp_path)
-    assert (first.text, second.id) == ("two", "5.1.1")
+    assert (first.id, first.text, second.id) == ("5.1.0", kept, "5.1.1")
 
 
 def test_dropped_rollouts_are_forgotten(tmp_path):

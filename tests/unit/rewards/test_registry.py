@@ -16,7 +16,6 @@ from megarl.rewards.registry import (
     resolve,
     takes_batches,
 )
-from tests.paths import ROOT
 
 
 def test_builtin_functions_are_resolved_by_name():
@@ -60,11 +59,6 @@ def test_function_for_the_other_kind_of_response_is_refused(entry, engine, messa
     functions = [RewardFunction(function="own.py:g"), RewardFunction(**entry)]
     with nullcontext() if message is None else pytest.raises(UserError, match=re.escape(message)):
         require_response_kind(functions, engine)
-
-
-def test_guide_mentions_every_function():
-    content = (ROOT / "docs/guide/rewards.md").read_text(encoding="utf-8")
-    assert [name for name in FUNCTIONS if name not in content] == []
 
 
 def test_function_in_a_user_file_is_resolved(tmp_path):

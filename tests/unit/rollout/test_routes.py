@@ -51,6 +51,11 @@ def test_dense_layers_are_dropped():
     assert np.array_equal(expert_layer_routes(mixture(layers=layers), all_layers), reported(6))
 
 
+def test_missing_routes_are_rejected():
+    with pytest.raises(RuntimeError, match="the engine reported no routes for a request"):
+        expert_layer_routes(mixture(), None)
+
+
 @pytest.mark.parametrize(("count", "dtype"), [(128, np.int8), (129, np.int16), (256, np.int16)])
 def test_highest_expert_index_differs_from_no_route(count, dtype):
     highest = np.array([[[count - 1, 0]]], np.uint16)

@@ -175,6 +175,18 @@ def test_failure_without_a_signal_is_raised(tmp_path: Path, fake_interrupts: Fak
         context.run(TrainedModels({}, {}), fail)
 
 
+@pytest.mark.parametrize("failure", [RunFailure("step: failed"), UserError("rewards.failure_limit=0.1: exceeded")])
+def test_failure_finishes_the_checkpoint_in_progress(tmp_path: Path, failure: Exception) -> None:
+    def fail() -> dict:
+        raise failure
+
+    with prepare(tmp_path, "checkpoint.every_steps=2") as context:
+        steps = iter([dict, dict, fail])
+        with pytest.raises(type(failure), match=str(failure)):
+            context.run(TrainedModels({"actor": Group()}, {"actor": ()}), lambda: next(steps)())
+        assert Checkpoints(context.folder.checkpoints).steps() == [2]
+
+
 def test_interrupt_finishes_the_checkpoint_in_progress(tmp_path: Path, fake_interrupts: FakeInterrupts) -> None:
     def act() -> dict:
         raise KeyboardInterrupt

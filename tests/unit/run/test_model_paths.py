@@ -13,6 +13,7 @@ from megarl.models.folder import model_paths
 from megarl.models.run_models import ModelFolders
 from megarl.run.beginning import resolve
 from megarl.run.context import RunContext
+from megarl.run.folder import RunFolder
 from tests.unit.run.test_resume import PROMPTS, config
 
 LATEST = "runs/latest/model"
@@ -103,6 +104,9 @@ def test_resumed_run_keeps_its_date(before: Path, day: Callable[[int], str]) -> 
     assert resolve(recipe("resume=auto")).data.date == first
     begin(recipe("resume=auto"))
     day(5)
+    assert resolve(recipe("resume=auto")).data.date == first
+    folder = RunFolder.of(recipe())
+    folder.config.rename(folder.path / "logs" / "attempt_1" / folder.config.name)  # the next attempt was killed here
     assert resolve(recipe("resume=auto")).data.date == first
     assert resolve(recipe("resume=never")).data.date == day(5)
     assert resolve(recipe("resume=auto", "run.name=b")).data.date == day(5)

@@ -84,7 +84,7 @@ def test_driver_files_are_part_of_the_checkpoint(tmp_path):
         if saver._checkpoints.path.name == "waits":
             saver.finish()
         else:
-            saver.finish_after_interrupt(3, left_s=lambda: 0.0)
+            saver.finish_written(3, left_s=lambda: 0.0)
         checkpoint = Checkpoint.open(Checkpoints(saver._checkpoints.path).latest())
         assert {record.path for record in checkpoint.files} == {"actor/file", "rollouts/waiting"}
 
@@ -175,16 +175,16 @@ class Clock:
 def test_interrupt_finishes_the_checkpoint_in_progress(tmp_path: Path, capsys) -> None:
     group, saver = Group(), make_saver(tmp_path, "checkpoint.keep=1")
     saver.save(trained_models(group), 3, {"step": 3})
-    saver.finish_after_interrupt(3, Clock(group, polls=3, grace=5).left_s)
+    saver.finish_written(3, Clock(group, polls=3, grace=5).left_s)
     assert latest(tmp_path) == 3
     assert "completed " in capsys.readouterr().out
-    saver.finish_after_interrupt(3, Clock(group, polls=3, grace=5).left_s)
+    saver.finish_written(3, Clock(group, polls=3, grace=5).left_s)
 
 
 def test_checkpoint_is_abandoned_after_the_grace_period(tmp_path: Path, capsys) -> None:
     group, saver = Group(), make_saver(tmp_path)
     saver.save(trained_models(group), 3, {})
-    saver.finish_after_interrupt(3, Clock(group, polls=9, grace=5).left_s)
+    saver.finish_written(3, Clock(group, polls=9, grace=5).left_s)
     assert latest(tmp_path) is None
     expected = "checkpoint: writing step 3 did not finish within checkpoint.grace_s=20 s\n"
     assert capsys.readouterr().out.endswith(expected)
@@ -194,7 +194,7 @@ def test_written_checkpoint_is_finished_without_grace_period(tmp_path: Path) -> 
     group, saver = Group(), make_saver(tmp_path)
     saver.save(trained_models(group), 3, {})
     group.written = True
-    saver.finish_after_interrupt(3, left_s=lambda: 0.0)
+    saver.finish_written(3, left_s=lambda: 0.0)
     assert latest(tmp_path) == 3
 
 
@@ -203,7 +203,7 @@ def test_checkpoint_without_metrics_is_not_finished(tmp_path: Path) -> None:
     group, saver = Group(), make_saver(tmp_path)
     saver.save(trained_models(group), 3, {})
     group.written = True
-    saver.finish_after_interrupt(2, left_s=lambda: 1.0)
+    saver.finish_written(2, left_s=lambda: 1.0)
     assert latest(tmp_path) is None
 
 
@@ -214,14 +214,14 @@ def test_interrupt_during_completion_is_safe(tmp_path: Path, monkeypatch) -> Non
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
         patches.setattr(Checkpoints, "point_to", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         saver.finish()
-    saver.finish_after_interrupt(3, left_s=lambda: 1.0)
+    saver.finish_written(3, left_s=lambda: 1.0)
     group, saver = Group(), make_saver(tmp_path)
     saver.save(trained_models(group), 6, {})
     group.written = True
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
         patches.setattr(group, "finish_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         saver.finish()
-    saver.finish_after_interrupt(6, left_s=lambda: 1.0)
+    saver.finish_written(6, left_s=lambda: 1.0)
     assert latest(tmp_path) == 6
 
 

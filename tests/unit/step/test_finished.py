@@ -66,6 +66,18 @@ def test_only_unfinished_prompts_are_sampled_again(tmp_path):
     assert run.begin_step() == ([], ["5.0", "5.1", "5.2"])
 
 
+@pytest.mark.parametrize("keeps_others", [True, False])
+def test_rollouts_without_tokens_do_not_make_a_group_stale(tmp_path, keeps_others):
+    """They failed before their first turn."""
+    run = Attempts(tmp_path)
+    run.begin_step(0, 2)
+    for group in run.saves.written.values():
+        name = group[0].rollout_id[:-1] + "1"
+        empty = SampleRef(name, group[0].prompt_id, 1, 0, 0, "stop", 0, 0, rollout_id=name)
+        group[:] = [*(group if keeps_others else ()), empty]
+    assert run.begin_step() == (["5.1"], ["5.0", "5.2"])
+
+
 def test_repeated_prompt_keeps_its_positions(tmp_path):
     """The step draws the only row three times."""
     run = Attempts(tmp_path, num_rows=1)

@@ -244,6 +244,28 @@ def test_resampled_sample_is_scored_again(worker, calls, tmp_path):
     assert [score.value for score in scores] == [pytest.approx(1.2 + 0.75), pytest.approx(0.2 + 0.25)]
 
 
+def test_restored_results_are_those_of_the_restored_samples(worker, calls, tmp_path, monkeypatch):
+    """One sample finishes twice, because its engine was lost after it reported the sample."""
+    monkeypatch.setattr(rewards, "put_samples", list)
+    group = [replace(sample(f"40.0.{i}", "x" * i), prompt=sample("4", "").prompt) for i in range(8)]
+
+    async def first():
+        worker.begin_finished(tmp_path, 1)
+        worker.receive([replace(group[0], text="lost with its engine")])
+        worker.receive(group)
+        await worker.score(group, {}, 40, tmp_path / "rollouts.jsonl")
+
+    async def second():
+        [restored] = await worker.load_finished(GroupFile.all_in(tmp_path))
+        calls.unlink()
+        scores, _ = await worker.score(restored, {}, 40, tmp_path / "rollouts.jsonl")
+        return [(item.text, score.parts["score"]) for item, score in zip(restored, scores, strict=True)]
+
+    asyncio.run(first())
+    assert asyncio.run(second()) == [("x" * i, i / 10) for i in range(8)]
+    assert not called(calls), "the results were restored"
+
+
 def test_unrequested_scores_are_dropped(worker):
     async def step():
         tasks = [worker.begin(sample(name, "one")) for name in ("0.0", "0.1", "1.0")]
