@@ -22,7 +22,7 @@ def run(arguments: list[str], folder: Path) -> list[dict]:
     command = [sys.executable, "-m", "megarl.cli", *arguments, f"run.folder={folder}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LEARNING_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return [json.loads(line) for line in (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "latest" / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_quickstart_learns_additions(tmp_path):

@@ -12,9 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
+from megarl import cli
+from megarl.config.load import load
+from megarl.run.folder import RunFolder
 from tests.command_line import run_command
 from tests.marks import exhaustive_but
+from tests.paths import QUICKSTART
 from tests.published_models import CONFIGS, Z_IMAGE
 from tests.readme import PAGES, README, ROOT, command_blocks, commands, text_of
 from tests.unit.api.test_convert import convert
@@ -25,6 +31,7 @@ CONVERTER = ".venv/bin/megarl convert "
 CONVERTING = [command.removeprefix(CONVERTER) for command in commands() if command.startswith(CONVERTER)]
 RESHARDING = [command for command in commands() if command.startswith(".venv/bin/megarl reshard")]
 PLANNING = [command for command in commands() if command.startswith(".venv/bin/megarl plan")]
+TRAINING = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
 LAUNCHING = [command for command in commands() if command.startswith(".venv/bin/megarl launch")]
 STARTING = [command for command in commands() if re.search(r"megarl init | my-run/", command)]
 INSPECTING = [
@@ -72,8 +79,7 @@ def run_megarl(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
 
 
 def test_every_command_is_run_by_a_test():
-    trains = [command for command in commands() if command.startswith(".venv/bin/megarl train")]
-    assert len(trains) == 1
+    assert len(TRAINING) == 1
     converting = {CONVERTER + command for command in CONVERTING}
     known = {
         "make quickstart",
@@ -86,7 +92,7 @@ def test_every_command_is_run_by_a_test():
         *MEASURING,
         *ON_GPU,
         *converting,
-        *trains,
+        *TRAINING,
     }
     assert set(commands()) == known
 
@@ -114,12 +120,29 @@ def test_commands_that_inspect_a_recipe_run(command, run_megarl):
     assert out.strip()
 
 
-def test_launch_commands_run(run_megarl, tmp_path, monkeypatch):
+@pytest.fixture
+def after_quickstart(tmp_path: Path) -> Path:
+    """A working directory in which the quickstart's run has finished."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    folder = RunFolder.create(load(QUICKSTART, [f"run.folder={tmp_path}/runs"]))
+    folder.metrics.write_text('{"step": 14}\n')
+    folder.finish(14)
+    return tmp_path
+
+
+def test_train_command_starts_after_the_quickstart(after_quickstart, monkeypatch):
+    """tests/e2e/test_quickstart.py runs the command."""
+    monkeypatch.chdir(after_quickstart)
+    for command in TRAINING:
+        recipe, *overrides = shlex.split(command)[2:]
+        RunFolder.require_free(load(recipe, overrides))
+
+
+def test_launch_commands_run_after_the_quickstart(run_megarl, after_quickstart, monkeypatch):
     """The runs are in the directory for temporary files, which launch refuses, so tempfile names another one."""
     monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     for command in LAUNCHING:
-        _, out, err = run_megarl(command, cwd=tmp_path)
+        _, out, err = run_megarl(command, cwd=after_quickstart)
         assert out.endswith("dry run: nothing was submitted\n"), err
 
 
@@ -171,10 +194,12 @@ def test_plan_commands_run(run_megarl, tmp_path, command):
 
 
 def test_convert_commands_run(tmp_path, monkeypatch):
-    """The commands run in this order in a directory with a model at their path."""
-    (tmp_path / "path" / "to").mkdir(parents=True)
-    config = config_of(num_key_value_heads=2, num_hidden_layers=4)
-    tensors = write_model(tmp_path / "path" / "to" / "model", config)
+    """The commands run in this order. The quickstart's model has few dimensions, but its numbers of heads and layers,
+    which limit the layouts."""
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    limits = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    config = config_of(**{name: CONFIGS["SmolLM2-135M"][name] for name in limits})
+    tensors = write_model(tmp_path / "runs" / "quickstart" / "model", config)
     monkeypatch.chdir(tmp_path)
     shown = [convert(*shlex.split(command)) for command in CONVERTING]
     assert len(shown) == 4 and all(shown)
@@ -189,6 +214,17 @@ def test_benchmarks_accept_the_documented_options():
     assert done.returncode == 0, done.stderr
     assert len(MEASURING) >= 14
     assert done.stdout.splitlines() == MEASURING
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_sentences_have_existing_options(page):
+    for text in re.findall(r"`megarl ([a-z][^`]*)`", text_of(page)):
+        command, words = typer.main.get_command(cli.app), text.split()
+        while words and isinstance(command, TyperGroup):
+            assert words[0] in command.commands, text
+            command = command.commands[words.pop(0)]
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, text
 
 
 @pytest.mark.parametrize("page", PAGES)

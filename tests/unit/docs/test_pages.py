@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config import rules
+from megarl.config.load import load
+from megarl.config.schema import Config
+from tests.paths import QUICKSTART
 from tests.readme import GENERATED, PAGES, README, ROOT, section, text_of
 
 
@@ -36,6 +40,23 @@ def test_paths_in_the_readmes_tree_exist():
         name = line.split()[0]
         path = ROOT / ("megarl/" if line.startswith("  ") else "") / name
         assert path.exists(), f"{name} is in the README's tree, but not in the repository"
+
+
+def test_keys_in_sentences_have_valid_values(monkeypatch):
+    """Rules about several keys are not checked, because sentences omit other keys. Capitals and single letters stand
+    for values."""
+    monkeypatch.setattr(rules, "check", lambda *_: None)
+    key_and_value = re.compile(rf"((?:{'|'.join(Config.model_fields)})\.[a-z_.]+)(?:=|: )(?!\w$|.*\b[A-Z]+\b)(.+)")
+    found = set()
+    for page in PAGES:
+        for code in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)):
+            settings = re.split(r" (?=[a-z_]+\.[a-z_.]+=)", " ".join(code.split()))
+            matches = [match for setting in settings if (match := key_and_value.fullmatch(setting))]
+            if len(matches) == len(settings):
+                found |= {f"{match[1]}={match[2]}" for match in matches}
+    assert len(found) > 50
+    for override in found:
+        load(QUICKSTART, [override])
 
 
 def links(page: str) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
+from megarl.config.load import OPTIONAL
 from tests.e2e.learning_cases import CASES
 from tests.paths import BASE, CONFIGS
 from tests.readme import section, text_of
@@ -24,6 +25,11 @@ def test_table_of_papers_has_every_recipe_and_existing_keys():
     named = re.findall(r"`([a-z_.]+)(?:=[^`]*)?`", " ".join(keys for keys, _ in rows))
     known, values = keys(), {"reinforce"}
     assert [name for name in named if name not in values and not any(f".{k}".endswith(f".{name}") for k in known)] == []
+
+
+def test_page_lists_the_sections_that_null_disables():
+    listed = re.search(r"empty string\. (.+?) disable the section", text_of("configs/README.md"), re.DOTALL)[1]
+    assert sorted(re.findall(r"`(.+?)=null`", listed)) == sorted(OPTIONAL)
 
 
 def test_every_learning_case_has_a_result():
