@@ -129,12 +129,12 @@ class Config(Section):
     def _weight_of_correction(self) -> Self:
         """Resolve algorithm.correction.weight=auto: quantized engines and engines with stale weights sample from a
         different policy than the trainer's."""
-        algorithm = self.algorithm
+        algorithm, spec = self.algorithm, self.algorithm.objective.spec
         if algorithm.correction.weight != "auto":
             return self
         samples_otherwise = self.rollout.quantization is not None or self.rollout.max_staleness > 0
-        samples_otherwise = samples_otherwise and not self.is_offline and algorithm.objective.spec.is_policy_objective
-        weight = "token" if samples_otherwise and algorithm.correction.old == "trainer" else None
+        has_ratio = not self.is_offline and spec.is_policy_objective and not spec.adds_noise
+        weight = "token" if samples_otherwise and has_ratio and algorithm.correction.old == "trainer" else None
         correction = algorithm.correction.model_copy(update={"weight": weight})
         return self.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})
 

@@ -18,7 +18,7 @@ from megarl.models.denoiser import DenoiserShape
 from megarl.models.folder import read_config
 from megarl.resharding.verification import regions
 
-LIMITS = {"float32": 1e-4, "bfloat16": 0.05}
+LIMITS = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.00625}
 """Largest relative difference that rounding can explain, by dtype. Wrong weights cause differences of 0.1 or more."""
 
 MAX_NAMED = 3

@@ -168,9 +168,9 @@ def canary_differences(store, rank: int, config: Config, folder: Path) -> list[f
     a trainer that has moved on."""
     transformer = folder / "transformer"
     worker = DenoiserWorker(config, transformer, rank, store, threads=1)
-    engine = DiffusersEngine(folder, "bfloat16", max_batch=3)
+    engine = DiffusersEngine(folder, config.model.dtype, max_batch=3)
     published = {name: torch.empty_like(weight) for name, weight in worker._refit_weights.items()}
-    refit = connect(engine, read_config(transformer), worker.holder, published, "bfloat16")
+    refit = connect(engine, read_config(transformer), worker.holder, published, config.model.dtype)
     inputs = canaries(CONFIG["in_channels"], CONFIG["cap_feat_dim"], patch=2)
     differences = []
     for version, batch in enumerate(images.own_batches(config, worker)):
@@ -183,8 +183,9 @@ def canary_differences(store, rank: int, config: Config, folder: Path) -> list[f
 
 
 @pytest.mark.exhaustive
-def test_engine_in_bfloat16_passes_the_canaries(folder):
+@pytest.mark.parametrize(("dtype", "rate"), [("bfloat16", 100), ("float16", 0.1)])
+def test_engine_in_half_precision_passes_the_canaries(folder, dtype, rate):
     """Unless its weights are stale."""
-    config = config_of(folder, "actor.optimizer.lr=100")
+    config = config_of(folder, f"model.dtype={dtype}", f"actor.optimizer.lr={rate}")
     [(*refitted, stale)] = run_ranks(1, canary_differences, config, folder)
-    assert 0 < max(refitted) < LIMITS["bfloat16"] < stale, (refitted, stale)
+    assert 0 < max(refitted) < LIMITS[dtype] < stale, (refitted, stale)

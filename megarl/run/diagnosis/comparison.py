@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.0125}
 """dtype -> maximum relative difference between a token's hidden states that is attributed to rounding. The relative
-rounding error of a single number is up to 6e-8 (float32) or 4e-3 (bfloat16), and errors accumulate over the layers."""
+rounding error of a single number is up to 6e-8 (float32), 4e-3 (bfloat16) or 5e-4 (float16), and errors accumulate over
+the layers."""
 
 LOG_PROBS = "log-probs"
 """Stage whose mean difference over the tokens is compared with the run's logprob_check.limit."""

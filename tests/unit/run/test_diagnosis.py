@@ -6,18 +6,21 @@ import json
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from megarl.config import document
 from megarl.config.load import dump, load
+from megarl.config.model_schema import Dtype
 from megarl.core.errors import UserError
 from megarl.run.diagnosis import diagnose as diagnosis
 from megarl.run.diagnosis.comparison import compare, difference, first_different, table, verdict
 from megarl.run.diagnosis.diagnose import difference_in_run, find_rollout, find_weights, on_one_rank, read_run_config
 from tests.paths import BASE
 
+DTYPES = get_args(get_args(Dtype)[0])
 STAGES = ("embedding", "layer 0", "layer 1", "final norm")
 
 
@@ -55,8 +58,9 @@ def test_first_differing_stage_is_reported_with_its_side(odd: str, expected: str
     assert [row.endswith("<") for row in table(stages).splitlines()] == [False, False, False, True, True, True]
 
 
-def test_equal_sides_agree() -> None:
-    stages = compare(dict.fromkeys(("trainer", "engine", "plain"), outputs()), "float32", 1e-4)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_sides_agree(dtype: str) -> None:
+    stages = compare(dict.fromkeys(("trainer", "engine", "plain"), outputs()), dtype, 1e-4)
     assert first_different(stages) is None and verdict(stages).startswith("The trainer and the engine agree")
 
 

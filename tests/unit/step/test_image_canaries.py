@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
 from megarl.cluster.pending import ready
 from megarl.config.load import load
+from megarl.config.model_schema import Dtype
 from megarl.core.errors import PermanentFailure
 from megarl.data.prompts import PromptSet
 from megarl.resharding.families import diffusers_holders
@@ -53,6 +55,11 @@ def test_difference_beyond_rounding_ends_the_run(tmp_path, monkeypatch):
         "layers.2.weight\nThe limit is 0.0001. Fix: check the installed versions with megarl doctor, or set "
         "logprob_check.canaries=off to disable this check"
     )
+
+
+@pytest.mark.parametrize("dtype", get_args(get_args(Dtype)[0]))
+def test_equal_velocities_pass_in_every_dtype(tmp_path, monkeypatch, dtype):
+    check_of(tmp_path, monkeypatch, {"engine-0": 0.0}, {"engine-0": []}, f"model.dtype={dtype}").begin()
 
 
 def test_equal_weights_with_other_velocities_name_both_programs(tmp_path, monkeypatch):

@@ -232,6 +232,7 @@ def test_image_options_are_rejected_for_text(key):
         ["algorithm.correction.old=rollout"],
         ["algorithm.advantage.estimator=rloo"],
         [NFT, "algorithm.kl.coefficient=0.01", "logprob_check.canaries=refits"],
+        [NFT, "rollout.max_staleness=1"],
         ["algorithm.advantage.estimator=reinforce_plus_plus"],
     ],
 )
