@@ -168,7 +168,7 @@ def schedule(
             chunk.eval()
     gradients = torch.no_grad() if forward_only else nullcontext()
     with gradients, device.helper_thread("inputs") as thread:
-        inputs = _Inputs(prepare, thread)
+        inputs = _Inputs(prepare, thread, len(chunks))
         yield partial(
             get_forward_backward_func(),
             forward_step_func=forward_step,
@@ -183,14 +183,24 @@ def schedule(
 
 class _Inputs(Generic[Item]):
     """The model inputs for each microbatch, shared by the model's chunks. A thread prepares the next input while the
-    current input is processed; the thread runs no collectives."""
+    current input is processed; the thread runs no collectives. An input is dropped once all chunks have taken it,
+    because those of an update may not fit on the device together."""
 
-    def __init__(self, prepare: Sequence[Callable[[], Item]], thread: Executor):
-        self._prepare, self._thread = prepare, thread
-        self._prepared: list[Future[Item]] = []
+    def __init__(self, prepare: Sequence[Callable[[], Item]], thread: Executor, num_chunks: int):
+        self._prepare, self._thread, self._num_chunks = prepare, thread, num_chunks
+        self._prepared: list[Future[Item] | None] = []
+        self._num_takes = [0] * len(prepare)
 
     def __iter__(self) -> Iterator[Item]:
         for number in range(len(self._prepare)):
             for prepare in self._prepare[len(self._prepared) : number + 2]:
                 self._prepared.append(self._thread.submit(prepare))
-            yield self._prepared[number].result()
+            yield self._take(number)  # a local variable would keep the input
+
+    def _take(self, number: int) -> Item:
+        prepared = self._prepared[number]
+        assert prepared is not None, "a chunk takes each input once"
+        self._num_takes[number] += 1
+        if self._num_takes[number] == self._num_chunks:
+            self._prepared[number] = None
+        return prepared.result()
