@@ -221,7 +221,10 @@ class RunContext:
                 if is_signaled:
                     print(f"the signal interrupted the current step: {failure}", flush=True)
                 end = time.monotonic() + (0 if interrupts.is_signaled else settings.grace_s)
-                saver.finish_written(done, left_s=lambda: end - time.monotonic())
+                try:
+                    saver.finish_written(done, left_s=lambda: end - time.monotonic())
+                except (Exception, KeyboardInterrupt) as later:  # the first failure determines how the run ends
+                    print(f"checkpoint: not completed after the failure: {later!r}", flush=True)
                 if is_signaled:
                     raise KeyboardInterrupt from failure
                 raise

@@ -105,6 +105,7 @@ class FinishedRollouts:
         is_in_checkpoint = version == self._step > 0
         may_recur = version == 0 or (self.reproduces and self.config.checkpoint.every_steps is not None)
         if not is_in_checkpoint and not may_recur:
+            self._discard(version)
             return
         sampled = weights.get("sample")
         digest = None if sampled is None else _digest([sampled["regions"], sampled["trainer"]])

@@ -187,6 +187,22 @@ def test_failure_finishes_the_checkpoint_in_progress(tmp_path: Path, failure: Ex
         assert Checkpoints(context.folder.checkpoints).steps() == [2]
 
 
+@pytest.mark.parametrize("later", [OSError("disk"), KeyboardInterrupt()])
+def test_failure_is_not_hidden_by_that_of_the_checkpoint(tmp_path: Path, monkeypatch, capsys, later) -> None:
+    def fail() -> dict:
+        raise UserError("rewards.failure_limit=0.1: exceeded")
+
+    def commit(*_: object) -> None:
+        raise later
+
+    with prepare(tmp_path, "checkpoint.every_steps=2") as context:
+        monkeypatch.setattr(Checkpoints, "commit", commit)
+        steps = iter([dict, dict, fail])
+        with pytest.raises(UserError, match="failure_limit"):
+            context.run(TrainedModels({"actor": Group()}, {"actor": ()}), lambda: next(steps)())
+    assert f"checkpoint: not completed after the failure: {later!r}" in capsys.readouterr().out
+
+
 def test_interrupt_finishes_the_checkpoint_in_progress(tmp_path: Path, fake_interrupts: FakeInterrupts) -> None:
     def act() -> dict:
         raise KeyboardInterrupt

@@ -169,6 +169,18 @@ def test_irreproducible_weights_write_no_newer_rollouts(folder: Folder) -> None:
     assert len(folder.saves.written) == 1
 
 
+def test_rollouts_of_an_unfinished_checkpoint_need_its_weights(folder: Folder) -> None:
+    """An attempt is killed while it saves step 8. The next one, from step 4, reaches other weights and saves step 8."""
+    finished = folder.attempt(4, reproduces=False)
+    finished.note_weights(8, weights("first"))
+    finished.begin(8)
+    folder.finish("9.0", 7, 8, 8)
+    finished = folder.attempt(4, reproduces=False)
+    finished.note_weights(8, weights("second"))
+    finished.begin(8)
+    assert not is_used(folder.attempt(8, "second", reproduces=False), "9.0", 7, 8)
+
+
 @pytest.mark.parametrize(
     ("digest", "settings", "expected"),
     [
