@@ -46,6 +46,8 @@ class SyncVerifier:
         """Checksums of all regions when the sample last changed; None: not computed."""
         self._movement = 0.0
         """Sum of the steps' mean learning rates since the last change to the sample."""
+        self._has_verified_all = False
+        """Whether the engines have reported checksums of all weights; a refit that has lost a rank is repeated."""
         self._compared: dict[str, list[Region]] = {}
         """Regions that the last refit compares: `sample` and, if it compares all weights, `all`."""
 
@@ -55,7 +57,7 @@ class SyncVerifier:
         rate since the last refit; 0 without updates."""
         trained = [r for r in regions if not any(fnmatch(r.tensor, pattern) for pattern in self._frozen)]
         wanted = sample(trained, NUM_REGIONS, NUM_ELEMENTS)
-        verifies_all = self._verify == "always" or not self._sampled
+        verifies_all = self._verify == "always" or not self._has_verified_all
         checksums = dict(self._compute([*dict.fromkeys([*regions, *wanted])] if verifies_all else wanted))
         sampled = _values(checksums, wanted)
         if sampled == self._sampled:
@@ -78,6 +80,7 @@ class SyncVerifier:
             expected: the trainer's checksums, as `expect` returned them.
             engines: each engine's checksums, by the region's position in `expected`.
         """
+        self._has_verified_all = self._has_verified_all or "all" in self._compared
         positions = {region: position for position, region in enumerate(expected)}
         summary: dict[str, dict[str, Any]] = {}
         for name, regions in self._compared.items():

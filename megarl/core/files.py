@@ -168,7 +168,12 @@ def _read_bytes(path: Path) -> bytes:
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise UserError(f"{path}: larger than {MAX_BYTES:,} bytes. Fix: remove the file")
-        return file.read(size)
+        try:
+            return file.read(size)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return _read_bytes(path)  # on NFS, another node has replaced the file
 
 
 def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:

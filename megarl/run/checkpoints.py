@@ -162,9 +162,10 @@ class Checkpoints:
         return aside
 
     def sweep(self) -> None:
-        """Remove checkpoints that a killed run has written or removed only partially."""
+        """Remove checkpoints that a killed run has written or removed only partially. On NFS, a folder cannot be
+        removed while a process holds one of its files open; a later save removes it."""
         for leftover in self.path.glob(f".{PREFIX}*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint. Its folder is renamed first, so that folders with a checkpoint's name are complete."""
@@ -172,7 +173,7 @@ class Checkpoints:
             hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
             shutil.rmtree(hidden, ignore_errors=True)
             checkpoint.rename(hidden)
-            shutil.rmtree(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)  # see `sweep`
 
     def _hidden(self, step: int) -> Path:
         return self.path / f".{NAME.format(step)}"

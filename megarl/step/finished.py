@@ -63,7 +63,7 @@ class FinishedRollouts:
         checkpoint was abandoned, a resumed run samples their groups again."""
         for earlier, path in numbered(self.folder, AFTER).items():
             if self._step is not None and earlier < self._step:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # on NFS, an open file prevents it until a later save
         self._step = step
         self._weights = {version: digest for version, digest in self._weights.items() if int(version) >= step}
         self._write_record()

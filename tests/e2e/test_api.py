@@ -10,6 +10,7 @@ import pytest
 import megarl
 from megarl.api import commands
 from tests.e2e.run import FAKE_MEGARL, write_recipe
+from tests.paths import ROOT
 from tests.readme import text_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -50,6 +51,7 @@ def test_scripts_of_the_tutorial_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(commands, "MEGARL", tuple(FAKE_MEGARL))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the fakes
     monkeypatch.chdir(tmp_path)
     limits = "logprob_check: {limit: 1000, threshold: 1000, canaries: off}\n"
     (tmp_path / "recipe.yaml").write_text(write_recipe(tmp_path).read_text() + limits)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from megarl.cluster.groups.engines import Answered, EngineGroup, GroupRequests, Sampled
 from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
@@ -133,7 +133,7 @@ class EnvironmentActor(AsyncProcessActor):
             self._cancel(tasks)
             await asyncio.sleep(TICK_S)  # agents may still send requests until their sessions close
             return Aborted(await turns.finish(names))
-        except RayActorError:
+        except (RayActorError, OutOfMemoryError):  # as in failure.is_loss
             return None
         finally:
             del self._running[names[0]]

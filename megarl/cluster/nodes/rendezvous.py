@@ -102,6 +102,12 @@ class Report:
     is_spare: bool = False
     id: str = ""
 
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Report:
+        """Return the report in a file. Another megarl version may have written other fields."""
+        known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
+        return cls(**known | {"peak_gb": tuple(content["peak_gb"])})
+
 
 class NodeRendezvous:
     """The rendezvous folder, used by the driver and the other nodes."""
@@ -137,9 +143,12 @@ class NodeRendezvous:
     def reports(self) -> list[Report]:
         """Return the reports for the current invitation, in natural order by node name (n2 before n10)."""
         invitation = self.invitation()
-        contents = [content for file in self._folder.glob("node-*.json") if (content := _read(file)) is not None]
-        reports = [Report(**{**content, "peak_gb": tuple(content["peak_gb"])}) for content in contents]
-        answers = [report for report in reports if invitation is not None and report.invitation == invitation.id]
+        contents = [_read(file) for file in self._folder.glob("node-*.json")]
+        answers = [
+            Report.of(content)
+            for content in contents
+            if content is not None and invitation is not None and content.get("invitation") == invitation.id
+        ]
         return sorted(answers, key=lambda report: (_natural(report.name), report.address))
 
     def note_lost(self, names: Sequence[str]) -> None:

@@ -113,6 +113,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         return sum(
             len(item.completion.result().token_ids) if item.completion.done() else self._num_tokens(item)
             for item in requested
+            if not item.completion.cancelled()  # by an earlier call to abort
         )
 
     def _num_tokens(self, item: _PendingRequest) -> int:

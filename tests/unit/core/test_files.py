@@ -6,12 +6,13 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.core import files
 from megarl.core.errors import InfrastructureFailure, TooLittleSpace
-from megarl.core.files import append_rows, number_in, numbered, retry_when_full
+from megarl.core.files import append_rows, number_in, numbered, open_regular, retry_when_full
 
 
 @pytest.mark.parametrize(
@@ -113,3 +114,34 @@ def test_unrelated_errors_are_raised_at_once_on_a_full_disk(full_disk, error: Ex
 def test_hidden_write_error_on_a_disk_with_space_is_raised(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="unexpected pos"):
         retry_when_full(lambda: failing(RuntimeError(TORCH)), tmp_path / "file")
+
+
+def test_file_that_another_node_replaces_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, reading an open file that has been replaced fails."""
+    file = tmp_path / "file.json"
+    file.write_text("[1]")
+    opened = []
+
+    def open_once_stale(path: Path) -> Any:
+        opened.append(open_regular(path))
+        stale = OSError(errno.ESTALE, "Stale file handle")
+        return StaleFile(opened[0], stale) if len(opened) == 1 else opened[1]
+
+    monkeypatch.setattr(files, "open_regular", open_once_stale)
+    assert files.read_json(file) == [1] and len(opened) == 2
+
+
+class StaleFile:
+    """An open file whose content cannot be read."""
+
+    def __init__(self, file: Any, error: OSError) -> None:
+        self.file, self.error, self.fileno = file, error, file.fileno
+
+    def __enter__(self) -> StaleFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def read(self, size: int) -> bytes:
+        raise self.error

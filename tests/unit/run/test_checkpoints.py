@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -209,6 +210,22 @@ def test_files_are_synced_before_rename_and_pointer_update(checkpoints, monkeypa
     assert {path for kind, path in events[:named] if kind == "sync"} == synced
     assert events[named + 1 : pointed] == [("sync", "."), ("sync", ".latest")]
     assert events[pointed + 1 :] == [("sync", ".")]
+
+
+def test_checkpoint_with_an_open_file_is_removed_later(checkpoints: Checkpoints, monkeypatch) -> None:
+    """On NFS, the folder of an open file cannot be removed."""
+
+    def rmdir(*_, **__) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    save(checkpoints, 10, 20)
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "rmdir", rmdir)
+        checkpoints.keep(1)
+        save(checkpoints, 30)
+    assert names(checkpoints) == [".step_000010.removed", "latest", "step_000020", "step_000030"]
+    save(checkpoints, 40)
+    assert names(checkpoints) == ["latest", "step_000020", "step_000030", "step_000040"]
 
 
 def test_incomplete_checkpoint_is_removed_by_the_next_save(checkpoints: Checkpoints) -> None:

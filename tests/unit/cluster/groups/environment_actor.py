@@ -37,12 +37,13 @@ async def environment_actor(config: Config) -> AsyncIterator[Any]:
 
 
 def handle_of(engine: Any) -> Any:
-    """Return a handle to an engine in this process. The engine is lost if its attribute `is_lost` is true."""
+    """Return a handle to an engine in this process. The engine is lost if its attribute `is_lost` is true or an error
+    of Ray."""
     turns = EngineTurns(engine)
 
     async def exchange(maker: str, *arguments: Any) -> Exchanged:
         if engine.is_lost:
-            raise RayActorError
+            raise RayActorError if engine.is_lost is True else engine.is_lost
         return await turns.exchange(*arguments)
 
     return type("Handle", (), {"exchange": SimpleNamespace(remote=exchange)})()

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from megarl.config.load import load
 from megarl.core.completion import Completion, VersionRun
@@ -239,15 +240,17 @@ def test_abort_closes_the_sessions_of_agents(drive) -> None:
     drive(test, f"class: '{AGENTS}:Delegator'")
 
 
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_lost_engine_ends_the_wait_and_closes_environments(drive, grandchildren, is_aborted: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_aborted", "error"), [(False, RayActorError()), (True, RayActorError()), (False, OutOfMemoryError("killed"))]
+)
+def test_lost_engine_ends_the_wait_and_closes_environments(drive, grandchildren, is_aborted: bool, error) -> None:
     async def test(run: Run) -> None:
         run.engine.held = {"1.0.0"}
         rollouts = run.train("held", "slow")
         await run.until(lambda: bool(run.engine.pending) and "slow step begins" in run.lines)
         if is_aborted:
             await run.actor.abort(["1.0.0"])
-        run.engine.is_lost = True
+        run.engine.is_lost = error
         result = await asyncio.wait_for(rollouts, WAIT_S)
         assert isinstance(result, Aborted) if is_aborted else result is None
         run.end_slow_steps()

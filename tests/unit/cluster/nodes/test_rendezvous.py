@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from dataclasses import replace
@@ -67,6 +68,16 @@ def test_reports_are_in_natural_order_of_names(rendezvous: NodeRendezvous) -> No
     assert [found.name for found in rendezvous.reports()] == ["n1", "n2", "n10"]
     rendezvous.report(replace(report(2), peak_gb=(2.0, 1.0)))
     assert [found.peak_gb for found in rendezvous.reports()] == [(0.0, 0.0), (2.0, 1.0), (0.0, 0.0)]
+
+
+def test_reports_of_other_versions_have_other_fields(rendezvous: NodeRendezvous, tmp_path: Path) -> None:
+    rendezvous.report(report(1))
+    [file] = tmp_path.rglob("node-*.json")
+    content = json.loads(file.read_text())
+    del content["is_spare"]
+    file.write_text(json.dumps(content | {"problem": "versions differ", "speed": 1.0}))
+    [found] = rendezvous.reports()
+    assert (found.name, found.problem, found.is_spare) == ("n1", "versions differ", False)
 
 
 def test_stack_requests_are_numbered(rendezvous: NodeRendezvous) -> None:
