@@ -161,3 +161,15 @@ def test_worker_group_has_only_declared_methods() -> None:
 def test_read_only_methods_are_remote_methods() -> None:
     """A method under another name would wait for the copy of the state."""
     assert {item.method.name for item in declarations(TrainerGroup).values()} >= READ_ONLY_METHODS
+
+
+def test_tokens_of_an_aborted_request_count_once():
+    """A group may be aborted as a straggler, and again because it is dropped, before the engine's next step."""
+
+    async def count() -> int:
+        completion = asyncio.get_running_loop().create_future()
+        completion.cancel()
+        pending = SimpleNamespace(request=SimpleNamespace(sample_id="5.0.0"), completion=completion)
+        return VllmEngine.num_unfinished(SimpleNamespace(_pending={"0": pending}), {"5.0.0"})
+
+    assert asyncio.run(count()) == 0
