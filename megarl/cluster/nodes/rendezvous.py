@@ -105,8 +105,9 @@ class Report:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Report:
         """Return the report in a file. Another megarl version may have written other fields."""
-        known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
-        return cls(**known | {"peak_gb": tuple(content["peak_gb"])})
+        known: dict[str, Any] = {field.name: content[field.name] for field in fields(cls) if field.name in content}
+        known["peak_gb"] = tuple(known["peak_gb"])
+        return cls(**known)
 
 
 class NodeRendezvous:
