@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import time
@@ -16,6 +15,7 @@ from megarl.cluster.supervision.interrupts import REPEAT_S
 from tests.cluster.machines import Machine
 from tests.cluster.reference import train_command
 from tests.e2e.run import MEGARL
+from tests.metrics import complete_rows
 from tests.paths import ROOT
 from tests.timing import ASK_S, RUN_S, WAIT_S
 
@@ -37,8 +37,7 @@ class ClusterRun:
 
     @property
     def metrics(self) -> list[dict]:
-        file = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return complete_rows(self.folder / "metrics.jsonl")
 
     def wait_for_step(self, number: int) -> None:
         deadline = time.monotonic() + RUN_S

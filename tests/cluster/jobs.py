@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from tests.cluster.reference import COMMON
 from tests.cluster.slurm import Slurm
 from tests.e2e.run import MEGARL, megarl
+from tests.metrics import complete_rows
 from tests.paths import ROOT
 from tests.timing import ASK_S, RUN_S, wait_until
 
@@ -75,13 +75,11 @@ class Launched:
 
     @property
     def steps(self) -> int:
-        file = self.folder / "metrics.jsonl"
-        return len(file.read_text().splitlines()) if file.exists() else 0
+        return len(complete_rows(self.folder / "metrics.jsonl"))
 
     @property
     def goodputs(self) -> list[float]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["cluster/goodput"] for line in lines]
+        return [row["cluster/goodput"] for row in complete_rows(self.folder / "metrics.jsonl")]
 
     @property
     def resumed(self) -> list[int]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -18,10 +19,12 @@ from megarl.cluster.supervision.scratch import PLACE
 from megarl.cluster.trace import FILE, Span
 from megarl.run.audit.audit import audit
 from tests.fakes.megarl import TRAINERS
-from tests.metrics import undeclared
+from tests.metrics import complete_rows, undeclared
 from tests.paths import ROOT
 from tests.timing import ASK_S, POLL_S, START_S, WAIT_S
 from tests.tiny_model import write_tiny_llama
+
+Value = TypeVar("Value")
 
 MEGARL = [sys.executable, "-m", "megarl.cli"]
 FAKE_MEGARL = [sys.executable, "-m", "tests.fakes.megarl"]
@@ -241,9 +244,8 @@ class Run:
     @property
     def metrics(self) -> list[dict]:
         """The metrics of the finished steps."""
-        file = self.folder / "metrics.jsonl"
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        return [line for line in lines if line["step"] > 0]  # exclude an evaluation before the first step
+        rows = complete_rows(self.folder / "metrics.jsonl")
+        return [row for row in rows if row["step"] > 0]  # exclude an evaluation before the first step
 
     def wait_for_step(self, number: int) -> None:
         self.wait_until(lambda: len(self.metrics) >= number)
@@ -254,14 +256,16 @@ class Run:
         # The title of an actor with concurrent calls shows only the call that started or finished last.
         self.wait_until(lambda: (folder / "held").exists() and not self.find_all("ray::EngineActor.generate"))
 
-    def wait_until(self, condition: Callable[[], object]) -> None:
+    def wait_until(self, condition: Callable[[], Value]) -> Value:
+        """Wait until the condition returns a true value, and return it."""
         deadline = time.monotonic() + START_S
-        while not condition():
+        while not (value := condition()):
             assert self._process.poll() is None, f"exited with {self._process.returncode}: {self.errors}"
             if time.monotonic() > deadline:
                 processes = [(process.pid, process.ppid(), _title(process)) for process in self.processes()]
                 raise AssertionError(f"after {START_S} s: {self.output} {self.errors} {processes}")
             time.sleep(POLL_S)
+        return value
 
     def end(self, seconds: float = WAIT_S) -> int:
         """Wait until no process of the run is left. Return the exit status."""

@@ -60,7 +60,7 @@ def kill_a_rank(run: Run, step: int, generator: random.Random) -> None:
     num_replaced = len(REPLACED.findall(run.output))
     run.wait_for_step(step)
     time.sleep(generator.uniform(0, 0.3))
-    generator.choice(ranks(run)).kill()
+    generator.choice(run.wait_until(lambda: ranks(run))).kill()
     run.wait_until(lambda: len(REPLACED.findall(run.output)) > num_replaced)
 
 
@@ -165,8 +165,7 @@ def test_losses_during_a_replacement_are_replaced(recipe: Path, uninterrupted: P
         run.wait_for_step(4)
         known: set[int] = set()
         for number in range(3):
-            run.wait_until(lambda known=known: {process.pid for process in ranks(run)} - known)
-            new = [process for process in ranks(run) if process.pid not in known]
+            new = run.wait_until(lambda: [process for process in ranks(run) if process.pid not in known])
             known |= {process.pid for process in new}
             new[0].kill()
             run.wait_until(lambda number=number: run.output.count("replacing all ranks") == number + 1)
