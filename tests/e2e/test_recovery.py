@@ -165,7 +165,7 @@ def test_losses_during_a_replacement_are_replaced(recipe: Path, uninterrupted: P
         run.wait_for_step(4)
         known: set[int] = set()
         for number in range(3):
-            new = run.wait_until(lambda: [process for process in ranks(run) if process.pid not in known])
+            new = run.wait_until(lambda known=known: [rank for rank in ranks(run) if rank.pid not in known])
             known |= {process.pid for process in new}
             new[0].kill()
             run.wait_until(lambda number=number: run.output.count("replacing all ranks") == number + 1)
