@@ -27,7 +27,10 @@ def is_procedural(source: str) -> bool:
 
 def _iso_date(value: Any) -> Any:
     """Return a date as YYYY-MM-DD. YAML parses it as a date object if it is not quoted."""
-    return value if value is None else datetime.date.fromisoformat(str(value)).isoformat()
+    try:
+        return value if value is None else datetime.date.fromisoformat(str(value)).isoformat()
+    except ValueError as error:
+        raise ValueError(f"data.date={value}: not a date ({error}). Fix: set data.date=YYYY-MM-DD or null") from None
 
 
 class Data(Section):

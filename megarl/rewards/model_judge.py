@@ -72,7 +72,7 @@ class ModelJudge:
         # Drop the special tokens of the actor's chat template, because the judge's template may use the same ones.
         text = text_of(self._actor_tokenizer, prompt.token_ids.tolist())
         mark = self._typed.mark  # typed special tokens must not start the judge's turn
-        content = question(self._template, mark(text), mark(response), prompt.answer)
+        content = question(self._template, mark(text), mark(response), mark(str(prompt.answer)))
         return self._typed.ids(
             render(self._tokenizer, [{"role": "user", "content": content}], "question", opens_turn=True)
         )

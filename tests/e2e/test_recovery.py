@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -53,6 +55,11 @@ def engines(run: Run) -> set[int]:
 def ranks(run: Run) -> list[psutil.Process]:
     """Return the trainer ranks that have been launched, in any order."""
     return run.find_all("ray::TrainerActor")
+
+
+def both_of(ranks: set[int]) -> set[int]:
+    """Return both ranks, or an empty set if one is missing."""
+    return ranks if len(ranks) == 2 else set()
 
 
 def kill_a_rank(run: Run, step: int, generator: random.Random) -> None:
@@ -165,9 +172,10 @@ def test_losses_during_a_replacement_are_replaced(recipe: Path, uninterrupted: P
         run.wait_for_step(4)
         known: set[int] = set()
         for number in range(3):
-            new = run.wait_until(lambda known=known: [rank for rank in ranks(run) if rank.pid not in known])
-            known |= {process.pid for process in new}
-            new[0].kill()
+            # Both ranks must exist; else, the next loss could be that of the other one, in the same replacement.
+            new = run.wait_until(lambda known=known: both_of({rank.pid for rank in ranks(run)} - known))
+            known |= new
+            os.kill(min(new), signal.SIGKILL)
             run.wait_until(lambda number=number: run.output.count("replacing all ranks") == number + 1)
         folder = finish(run)
     assert_equal(folder, uninterrupted)

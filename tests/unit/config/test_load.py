@@ -232,6 +232,13 @@ def test_dtypes_have_short_names(short: str, long: str) -> None:
     assert load(QUICKSTART, [f"model.dtype={short}"]).model.dtype == long
 
 
+@pytest.mark.parametrize("value", ["foo", "2026-13-45"])
+def test_invalid_date_is_reported_with_its_key(value: str) -> None:
+    (line,) = errors(QUICKSTART, f"data.date={value}")
+    assert line.startswith(f"data.date={value}: not a date (")
+    assert line.endswith("). Fix: set data.date=YYYY-MM-DD or null")
+
+
 @pytest.mark.parametrize("value", ["fp8", "[bf16]", "16"])
 def test_invalid_dtype_is_reported_as_written(value: str) -> None:
     (line,) = errors(QUICKSTART, f"model.dtype={value}")
