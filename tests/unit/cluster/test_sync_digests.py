@@ -17,10 +17,10 @@ def summary(values: dict[str, int], engines: list[dict[int, int]], count: int = 
         return {region: Checksum(values[region.tensor], ("rank 0",)) for region in wanted}
 
     verifier = SyncVerifier(compute, verify, [])
-    expected = {}
+    summarized = {}
     for _ in range(refits):
-        expected = verifier.expect(regions(count), 0.0)
-    return verifier.summarize(expected, engines)
+        summarized = verifier.summarize(verifier.expect(regions(count), 0.0), engines)
+    return summarized
 
 
 VALUES = {f"layer {i}": 100 + i for i in range(4)}
