@@ -57,6 +57,7 @@ def steps(store, rank: int, config: Config, folder: Path, num_steps: int, fault:
             if number not in fault.refits:
                 execute(writes, weights, LocalMemory({worker.holder.name: worker.parameters()}))
             check_weights(engine, weights, expected)
+            verifier.summarize(expected, [])
         except RuntimeError as error:
             return f"step {number}: {type(error).__name__}: {error}"
     return ""
