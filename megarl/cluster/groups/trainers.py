@@ -80,7 +80,7 @@ class TrainerRank(CopyingRank):
         return put_scores(scores), totals
 
     def end_epoch(self) -> None:
-        """Drop this epoch's batches. If a step has several updates, the next epoch packs its samples differently."""
+        """Drop this epoch's batches, because the next epoch may pack its samples differently."""
         self._batches.clear()
         self._worker.end_epoch()
 

@@ -2,8 +2,8 @@
 same rank resumes from them.
 
 A copy is as exact as a checkpoint: it holds the rank's own range of the trained parameters and their optimizer state,
-router biases, mutable weight snapshots, counters and RNG states. Everything else is loaded from the model folder,
-except the scales of fp8=delayed, which start anew.
+router biases, mutable weight snapshots, counters and RNG states. Everything else is loaded from the model folder.
+Copies omit the scales of fp8=delayed; a new process starts with initial scales.
 Unlike a checkpoint, a copy can be restored only with the same layout, and writing it needs neither disk nor peers.
 """
 
